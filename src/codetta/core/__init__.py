@@ -1,0 +1,1 @@
+"""Types, the one immutable node, and the walks over it."""

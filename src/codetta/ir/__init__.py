@@ -1,0 +1,1 @@
+"""The tensor graph: its op table, builders, programs, legality and verifier."""

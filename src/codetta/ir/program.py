@@ -1,0 +1,68 @@
+"""A Program: one GEMM and its epilogue, or a finalize or leftover step, closed over named parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from codetta.core.node import Node, postorder
+from codetta.core.types import Dim, DType, Kind
+from codetta.errors import BlockLocalError, PlanError
+from codetta.ir import legal, ops
+
+Role = Literal["epilogue", "finalize", "leftover"]
+PARTIAL = {ops.REDUCE, ops.LSE}  # what a tile reduction writes must be folded by a finalize; SELECT writes its answer
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """The contraction before an epilogue: "nt" x @ w.T, "nn" x @ w or "tn" dz.T @ x, over ``k``, operands in ``dtype``."""
+
+    form: str
+    k: Dim
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Named outputs as expressions over parameters, which are INPUT nodes. An epilogue's first parameter is ``acc``.
+
+    ``gemm`` is None for a finalize, a leftover, and for an epilogue written by hand that is not yet bound to a GEMM.
+    Programs with the same text are equal."""
+
+    name: str
+    role: Role
+    params: tuple[Node, ...]
+    outputs: tuple[tuple[str, Node], ...]
+    gemm: Gemm | None = None
+
+    def __post_init__(self) -> None:
+        """Check the block-local rule (BlockLocalError) and that the body is closed (PlanError)."""
+        loose = {n for n in self.body if n.op is ops.INPUT} - set(self.params)
+        if loose:
+            raise PlanError(f"{self.name}: the body reads {sorted(str(n.attrs[0]) for n in loose)}, no parameters")
+        roots = [n for _, n in self.outputs]
+        found = legal.why_not(self.role, roots, self.params[0] if self.role == "epilogue" else None)
+        if found is not None:
+            raise BlockLocalError(f"{self.name}: {found.reason}", where=found.where, hint=found.hint)
+
+    @property
+    def body(self) -> list[Node]:
+        """Every node of the outputs, arguments first."""
+        return postorder(n for _, n in self.outputs)
+
+    @property
+    def is_trivial(self) -> bool:
+        """An epilogue that only stores the accumulator, cast to the storage dtype."""
+        values = [n.args[0] if n.op is ops.CAST else n for _, n in self.outputs]
+        return self.role == "epilogue" and values == [self.params[0]]
+
+
+def param_name(p: Node) -> str:
+    """The name of an INPUT node."""
+    return str(p.attrs[0])
+
+
+def is_partial(n: Node) -> bool:
+    """Whether an epilogue (or, for sums over rows, a leftover) writes this value one part per tile."""
+    return n.op in PARTIAL and n.args[0].type.kind is Kind.TILE

@@ -1,0 +1,40 @@
+"""Environment variables: what they mean, and that a bad value is refused."""
+
+import logging
+
+import pytest
+
+from codetta import settings
+from codetta.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    "read, name", [(settings.disabled, "CODETTA_DISABLE"), (settings.verify_ir, "CODETTA_VERIFY_IR")]
+)
+@pytest.mark.parametrize("given, meaning", [("1", True), (" On ", True), ("0", False), ("", False), (None, False)])
+def test_switches(monkeypatch, read, name, given, meaning):
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    assert read() is meaning
+
+
+def test_log_level(monkeypatch):
+    monkeypatch.delenv("CODETTA_LOG", raising=False)
+    assert settings.log_level() == logging.WARNING
+    monkeypatch.setenv("CODETTA_LOG", "debug")
+    assert settings.log_level() == logging.DEBUG
+
+
+@pytest.mark.parametrize(
+    "read, name",
+    [
+        (settings.disabled, "CODETTA_DISABLE"),
+        (settings.verify_ir, "CODETTA_VERIFY_IR"),
+        (settings.log_level, "CODETTA_LOG"),
+    ],
+)
+def test_a_bad_value_is_refused(monkeypatch, read, name):
+    monkeypatch.setenv(name, "maybe")
+    with pytest.raises(SettingsError, match=f"{name}='maybe' means nothing\n  hint: use one of: "):
+        read()
