@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codetta.core.node import Node, Op, node
-from codetta.core.types import Dim, DType, Kind, Type
+from codetta.core.types import Dim, DType, Kind, Type, f32
 from codetta.ir import ops
 from codetta.ir.split import Split
 
@@ -63,6 +63,12 @@ def where(condition: Value, a: Value, b: Value) -> Node:
 def cast(a: Node, dtype: DType) -> Node:
     """``a`` in another dtype; itself where it has it already."""
     return a if a.type.dtype is dtype else node(ops.CAST, a, attrs=(dtype,))
+
+
+def expand(a: Value, like: Type) -> Node:
+    """``a`` repeated to the shape of ``like``; itself where it has it already."""
+    a = as_node(a)
+    return a if a.type == like.of(a.type.dtype) else node(ops.EXPAND, a, attrs=(like.of(f32),))
 
 
 def column(cols: Dim) -> Node:

@@ -130,6 +130,16 @@ CAST = _op("to", _cast, "map")  # (dtype,)
 RANDOM = _op("random", lambda args, attrs: _map(_integer)(args, attrs).of(f32), "map")  # seed, row, column -> [0, 1)
 
 
+def _expand(args: Args, attrs: Attrs) -> Type:
+    t, shape = args[0].type, attrs[0]
+    if not isinstance(shape, Type) or broadcast(t, shape, t.dtype) != shape.of(t.dtype):
+        raise TypeMismatch(f"{t} does not expand to {shape}")
+    return shape.of(t.dtype)
+
+
+EXPAND = _op("expand", _expand, "map")  # (type,): the value repeated to the shape of that type, in its own dtype
+
+
 # --- columns in parts, rows in parts, vectors turned ------------------------------------------------------------------
 
 

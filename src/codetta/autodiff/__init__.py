@@ -1,0 +1,1 @@
+"""Derivatives: one per op, and the reverse walk."""

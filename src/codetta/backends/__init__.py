@@ -1,0 +1,1 @@
+"""Plan -> callable, one package per target."""
