@@ -44,8 +44,8 @@ _POOL: weakref.WeakValueDictionary[Hashable, Node] = weakref.WeakValueDictionary
 
 def node(op: Op, *args: Node, attrs: tuple[Hashable, ...] = (), where: SourceLine | None = None) -> Node:
     """Build a node. An ill-typed node cannot exist: ``op.infer`` raises first."""
-    # 1, 1.0 and True are equal in Python, as are 0.0 and -0.0, but they are different constants here
-    key = (op, args, attrs, tuple(repr(a) if isinstance(a, float) else type(a) for a in attrs))
+    # 1, 1.0 and True are equal in Python, as are 0.0 and -0.0, but they are different constants here; nan is one
+    key = (op, args, tuple((type(a), repr(a) if isinstance(a, float) else a) for a in attrs))
     found = _POOL.get(key)
     if found is None:
         found = Node(op, args, attrs, op.infer(args, attrs), where)
@@ -54,7 +54,7 @@ def node(op: Op, *args: Node, attrs: tuple[Hashable, ...] = (), where: SourceLin
 
 
 def postorder(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda n: False) -> list[Node]:
-    """Every node the roots depend on, arguments first, each once; the walk does not pass a node where ``stop`` holds."""
+    """What the roots depend on, arguments first, each once; the walk does not pass a node where ``stop`` is true."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, Iterator[Node]]] = []

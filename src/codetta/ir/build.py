@@ -113,7 +113,7 @@ def take_rows(a: Node, start: int, stop: int) -> Node:
 
 def reduce(a: Node, fn: str, to: Kind, groups: int | None = None) -> Node:
     """``fn`` ("sum", "max", "absmax") over the axes that ``to`` lacks; ``groups`` for a GroupVec or Table."""
-    return node(ops.REDUCE, a, attrs=(fn, to, groups))
+    return node(ops.REDUCE, a, attrs=(fn, to, groups if to in (Kind.GROUPVEC, Kind.TABLE) else None))
 
 
 def sum_to(a: Node, to: Kind, groups: int | None = None) -> Node:

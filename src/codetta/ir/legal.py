@@ -5,7 +5,7 @@ This is the only statement of what fuses; the language enforces it and the parti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from codetta.core.node import Node, postorder
@@ -28,22 +28,35 @@ class Violation:
 
     reason: str
     hint: str
-    where: SourceLine | None
+    node: Node
+
+    @property
+    def where(self) -> SourceLine | None:
+        """The line that made the node."""
+        return self.node.where
 
 
-def why_not(role: str, roots: Iterable[Node], acc: Node | None = None) -> Violation | None:
-    """The reason these values cannot be one epilogue, leftover or finalize, or ``None`` if they can."""
+Tell = Callable[[Node], str]
+
+
+def why_not(role: str, roots: Iterable[Node], acc: Node | None = None, tell: Tell = repr) -> Violation | None:
+    """The reason these values cannot be one epilogue, leftover or finalize, or ``None`` if they can; ``tell`` gives
+    the words for a value."""
     roots = list(roots)
     order = postorder(roots)
     contraction = next((n for n in order if n.op is ops.MATMUL), None)
     if contraction is not None:
         return Violation(
-            f"a {role} holds no further GEMM, found {contraction}", "one GEMM per program", contraction.where
+            f"a {role} holds no further GEMM, found {tell(contraction)}", "one GEMM per program", contraction
         )
     if role == "finalize":
         wide = next((n for n in order if n.type.kind is Kind.TILE), None)
-        return wide and Violation(f"a finalize works on vectors, not on {wide}", "use a leftover", wide.where)
-    return _crossing(role, order) or (_columns(order, acc) if role == "epilogue" else None)
+        return (
+            None
+            if wide is None
+            else Violation(f"a finalize works on vectors, not on the Tile {tell(wide)}", "use a leftover", wide)
+        )
+    return _crossing(role, order, tell) or (_columns(order, acc, tell) if role == "epilogue" else None)
 
 
 def crosses(role: str, n: Node) -> bool:
@@ -58,20 +71,20 @@ def crosses(role: str, n: Node) -> bool:
     return lost != {"i"}  # the inside of a group lies in one tile
 
 
-def _crossing(role: str, order: list[Node]) -> Violation | None:
+def _crossing(role: str, order: list[Node], tell: Tell) -> Violation | None:
     other = "tiles" if role == "epilogue" else "rows"
     for n in order:
         if crosses(role, n) and n.args[0].type.kind is not Kind.TILE:
-            reason = f"{n} reduces a vector, which is not whole inside one program"
-            return Violation(reason, "do it in a finalize", n.where)
+            reason = f"{tell(n)} reduces a vector, which is not whole inside one program"
+            return Violation(reason, "do it in a finalize", n)
         for a in n.args:
             if crosses(role, a):
-                reason = f"{n} needs {a}, which crosses {other}: it is complete only when all {other} are done"
-                return Violation(reason, WAY_OUT, n.where or a.where)
+                reason = f"{tell(n)} needs {tell(a)}, which crosses {other}: it is known only when all {other} are done"
+                return Violation(reason, WAY_OUT, n)
     return None
 
 
-def _columns(order: list[Node], acc: Node | None) -> Violation | None:
+def _columns(order: list[Node], acc: Node | None, tell: Tell) -> Violation | None:
     homes: dict[Node, Home] = {}
     for n in order:
         if n is acc:
@@ -81,7 +94,7 @@ def _columns(order: list[Node], acc: Node | None) -> Violation | None:
             homes[n] = home_of(n, [homes[a] for a in n.args])
         except CrossColumns as e:
             hint = "take the two parts as a pair (halves or adjacent), or store them and combine in the next program"
-            return Violation(f"{n} combines columns that lie in different tiles: {e}", hint, n.where)
+            return Violation(f"{tell(n)} combines columns that lie in different tiles: {e}", hint, n)
     return None
 
 

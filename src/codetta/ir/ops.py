@@ -215,6 +215,8 @@ def _reduce(args: Args, attrs: Attrs) -> Type:
         raise TypeMismatch(f"reduce {attrs}")
     if not AXES[to] < AXES[t.kind]:
         raise TypeMismatch(f"{t} cannot be reduced to a {to.value}")
+    if (count is None) == (to in (Kind.GROUPVEC, Kind.TABLE)):
+        raise TypeMismatch(f"a reduction of {t} to a {to.value} with groups={count}")
     dtype = compute_dtype(t.dtype) if fn == "sum" else t.dtype
     if to is Kind.SCALAR:
         return scalar(dtype)

@@ -16,7 +16,7 @@ PARTIAL = {ops.REDUCE, ops.LSE}  # what a tile reduction writes must be folded b
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """The contraction before an epilogue: "nt" x @ w.T, "nn" x @ w or "tn" dz.T @ x, over ``k``, operands in ``dtype``."""
+    """The contraction before an epilogue: "nt" x @ w.T, "nn" x @ w, "tn" dz.T @ x, over ``k``, operands in ``dtype``."""
 
     form: str
     k: Dim
@@ -37,7 +37,10 @@ class Program:
     gemm: Gemm | None = None
 
     def __post_init__(self) -> None:
-        """Check the block-local rule (BlockLocalError) and that the body is closed (PlanError)."""
+        """Check the block-local rule (BlockLocalError) and that the program is well formed (PlanError)."""
+        problem = _malformed(self)
+        if problem is not None:
+            raise PlanError(f"{self.name}: {problem}")
         loose = {n for n in self.body if n.op is ops.INPUT} - set(self.params)
         if loose:
             raise PlanError(f"{self.name}: the body reads {sorted(str(n.attrs[0]) for n in loose)}, no parameters")
@@ -61,6 +64,20 @@ class Program:
 def param_name(p: Node) -> str:
     """The name of an INPUT node."""
     return str(p.attrs[0])
+
+
+def _malformed(p: Program) -> str | None:
+    names = [param_name(n) for n in p.params]
+    outputs = [name for name, _ in p.outputs]
+    if p.role == "epilogue" and (names[:1] != ["acc"] or p.params[0].type.kind is not Kind.TILE):
+        return f"an epilogue's first parameter is `acc`, a Tile, not {p.params[:1]}"
+    if p.role != "epilogue" and p.gemm is not None:
+        return f"a {p.role} has no GEMM"
+    if any(n.op is not ops.INPUT for n in p.params) or len(set(names)) < len(names):
+        return f"parameters are inputs with different names, not {list(p.params)}"
+    if not outputs or len(set(outputs)) < len(outputs):
+        return f"outputs have different names and there is at least one, not {outputs}"
+    return None
 
 
 def is_partial(n: Node) -> bool:

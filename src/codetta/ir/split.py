@@ -18,6 +18,13 @@ class Split:
     sizes: tuple[int, ...] | None = None
     adjacent: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse a second spelling of the same split."""
+        if self.sizes is not None and (len(self.sizes) != self.parts or len(set(self.sizes)) < 2):
+            raise ShapeError(f"{self.parts} parts of {self.sizes} columns; equal parts have no sizes")
+        if self.adjacent and (self.groups, self.parts, self.sizes) != (1, 2, None):
+            raise ShapeError("adjacent columns come in two parts, the same for every number of groups")
+
     @property
     def is_pair(self) -> bool:
         """Two equal lanes: element j of one lane and of the other belong together, in whatever layout."""

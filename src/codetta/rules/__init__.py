@@ -1,0 +1,1 @@
+"""The rules that reparameterise a graph, and the order in which they run."""

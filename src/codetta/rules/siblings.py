@@ -1,0 +1,39 @@
+"""Sibling GEMMs of one operand become one over stacked weights: q, k, v; gate, up."""
+
+from __future__ import annotations
+
+from codetta.core.node import Node, substitute
+from codetta.core.types import DType, Kind
+from codetta.ir import ops
+from codetta.ir.build import matmul, part, stack
+from codetta.ir.graph import Graph
+from codetta.ir.split import columns
+
+
+def merge_siblings(graph: Graph) -> Graph:
+    """x w1', x w2' = columns of x [w1; w2]'. Siblings share the operand and its form; none depends on another."""
+    while (group := _siblings(graph)) is not None:
+        x = group[0].args[0]
+        weights = [n.args[1] for n in group]
+        sizes = [w.type.rows for w in weights if isinstance(w.type.rows, int)]
+        whole = matmul(x, stack(*weights), "nt")
+        split = columns(*sizes)
+        mapping = {n: part(whole, split, i) for i, n in enumerate(group)}
+        roots = substitute(graph.roots, mapping)
+        graph = Graph(graph.inputs, tuple((name, r) for (name, _), r in zip(graph.outputs, roots, strict=True)))
+    return graph
+
+
+def _siblings(graph: Graph) -> list[Node] | None:
+    """The first group of at least two GEMMs on one operand, in order of first use."""
+    groups: dict[tuple[Node, DType], list[Node]] = {}
+    for n in graph.contractions:
+        w = n.args[1]
+        if n.attrs[0] == "nt" and isinstance(w.type.rows, int) and n.type.kind is Kind.TILE and _is_weight(w):
+            groups.setdefault((n.args[0], w.type.dtype), []).append(n)
+    return next((g for g in groups.values() if len(g) > 1), None)
+
+
+def _is_weight(w: Node) -> bool:
+    """A leaf, or a leaf in another dtype: stacking needs no computed operand."""
+    return (w.args[0] if w.op is ops.CAST else w).op is ops.INPUT
