@@ -46,7 +46,7 @@ def _at_outputs(walk: Reverse, m: Node) -> Node | None:
     # an output that feeds another output would be counted twice by its stored value
     if any(not _is_end(walk, n) for n in ends):
         return None
-    terms = [sum_row(mul(walk.external[n], n)) for n in ends]
+    terms = [sum_row(mul(walk.external[n], walk.kept.get(n, n))) for n in ends]
     total = terms[0]
     for t in terms[1:]:
         total = add(total, t)

@@ -15,11 +15,16 @@ from codetta.ir.graph import Graph
 POSITIVE = {ops.RSQRT, ops.EXP, ops.SIGMOID}
 
 
-def gradients(graph: Graph, cotangents: Mapping[str, Node], wrt: Iterable[Node]) -> dict[Node, Node | None]:
+def gradients(
+    graph: Graph, cotangents: Mapping[str, Node], wrt: Iterable[Node], kept: Mapping[Node, Node] | None = None
+) -> dict[Node, Node | None]:
     """For each node of ``wrt``, the sum over the named outputs of cotangent times Jacobian, in the node's own dtype;
-    None where no given output depends on it."""
+    None where no given output depends on it.
+
+    ``kept`` are stand-ins for stored outputs, used where an inner product can be taken with the stored value; a caller
+    that rewrites the result before putting the outputs back keeps the rules from looking inside them."""
     wrt = list(wrt)
-    walk = Reverse(graph, {graph_output: g for name, g in cotangents.items() for graph_output in [_named(graph, name)]})
+    walk = Reverse(graph, [_named(graph, name) for name in cotangents], kept or {})
     walk.seed(cotangents)
     walk.run(wrt)
     return {w: None if (g := walk.cotangent.get(w)) is None else cast(expand(g, w.type), w.type.dtype) for w in wrt}
@@ -32,8 +37,9 @@ def _named(graph: Graph, name: str) -> Node:
 class Reverse:
     """One walk: the cotangents found so far, and what the forward graph keeps in memory."""
 
-    def __init__(self, graph: Graph, outputs: Mapping[Node, Node]) -> None:
+    def __init__(self, graph: Graph, outputs: list[Node], kept: Mapping[Node, Node]) -> None:
         self.graph = graph
+        self.kept = kept
         self.order = postorder(outputs)
         self.cotangent: dict[Node, Node] = {}
         self.external: dict[Node, Node] = {}

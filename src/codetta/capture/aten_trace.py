@@ -26,6 +26,7 @@ from torch.fx.traceback import preserve_node_meta
 from codetta.errors import CaptureError
 
 MODE = "codetta_mode"
+RESULT = "codetta_result"
 Policy = Callable[..., Any]
 
 _CHECKPOINT_IDS = count()
@@ -121,6 +122,7 @@ class _ToAten(Interpreter):
             result = target(*args, **kwargs)
         proxies = pytree.tree_map(partial(_proxy_of, tracer), (args, kwargs))
         call = tracer.create_proxy("call_function", target, *proxies)
+        call.node.meta[RESULT] = result
         return track_tensor_tree(result, call, constant=None, tracer=tracer)
 
 
@@ -139,8 +141,7 @@ def _proxy_of(tracer: Any, value: Any) -> Any:
         name = next(n for n in names if not hasattr(tracer.root, n))
         setattr(tracer.root, name, value)
         return tracer.create_proxy("get_attr", name, (), {})
-    proxy = tracer.unwrap_proxy(value)
-    return getattr(proxy, "proxy", proxy)
+    return tracer.unwrap_proxy(value)
 
 
 def _is_nested_region(target: Any) -> bool:

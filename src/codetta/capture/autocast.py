@@ -59,8 +59,13 @@ def find_casts(func: OpOverload, args: Any, kwargs: Any, autocast: Autocast) -> 
 
     No list of operators is needed, so PyTorch's own lists (per device, per version, custom ops) are followed exactly.
     """
-    plain = _run_recorded(func, args, kwargs, ())
     cast = _run_recorded(func, args, kwargs, autocast)
+    if not cast.arguments and not cast.inside:
+        return Casts({}, inside=False)
+    try:
+        plain = _run_recorded(func, args, kwargs, ())
+    except RuntimeError:  # mixed dtypes that only autocast brings together
+        plain = _Seen()
     return Casts(
         of_argument=dict(c for c in cast.arguments if c not in plain.arguments),
         inside=len(cast.inside) > len(plain.inside),

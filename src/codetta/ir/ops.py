@@ -184,6 +184,8 @@ def _stack(args: Args, attrs: Attrs) -> Type:
     if not tiles or len({(t.cols, t.dtype) for t in tiles}) > 1 or len(attrs) != len(args):
         raise ShapeError(f"stack: the parts need equal columns and dtypes: {tiles}")
     sizes = [s for s in attrs if isinstance(s, int)]
+    if len(sizes) < len(args):
+        raise ShapeError(f"stack: the parts need known row counts, not {attrs}")
     for a, size in zip(args, sizes, strict=True):
         if a.type.kind is Kind.TILE and a.type.rows != size:
             raise ShapeError(f"stack: a part has {a.type.rows} rows, not {size}")

@@ -16,7 +16,7 @@ PARTIAL = {ops.REDUCE, ops.LSE}  # what a tile reduction writes must be folded b
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """The contraction before an epilogue: "nt" x @ w.T, "nn" x @ w, "tn" dz.T @ x, over ``k``, operands in ``dtype``."""
+    """The GEMM before an epilogue: "nt" x @ w.T, "nn" x @ w, "tn" dz.T @ x, over ``k``, operands in ``dtype``."""
 
     form: str
     k: Dim

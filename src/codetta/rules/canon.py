@@ -58,6 +58,15 @@ def add_neg(n: Node) -> Node | None:
     return None
 
 
+@rule("(-x) y = -(x y)", lambda: mul(neg(x_tile()), x_tile("y")))
+def sign_outermost(n: Node) -> Node | None:
+    """So that a sum becomes a difference; not past a row scale, which is outermost itself."""
+    for x, y in either_way(n, ops.MUL):
+        if x.op is ops.NEG and y.type.kind is not Kind.COLVEC:
+            return neg(mul(x.args[0], y))
+    return None
+
+
 @rule("c x = x c", lambda: mul(2.0, x_tile()))
 def number_last(n: Node) -> Node | None:
     """A number stands right of what it scales."""
@@ -76,6 +85,31 @@ def fold_numbers(n: Node) -> Node | None:
         return const(number(x) * number(b))
     if x.op is ops.MUL and is_const(x.args[1]):
         return mul(x.args[0], number(x.args[1]) * number(b))
+    return None
+
+
+@rule("(x r) c = x (r c) for one number r per row or column", lambda: mul(mul(x_tile(), scale()), 3.0))
+def number_into_vector(n: Node) -> Node | None:
+    """A number scales a vector, in a finalize, rather than a Tile."""
+    if n.op is not ops.MUL or not is_const(n.args[1]) or n.type.kind is not Kind.TILE:
+        return None
+    for x, r in either_way(n.args[0], ops.MUL):
+        if r.type.kind in (Kind.COLVEC, Kind.ROWVEC) and x.type.kind is Kind.TILE:
+            return mul(x, mul(r, n.args[1]))
+    return None
+
+
+@rule("x + x = 2 x", lambda: add(x_tile(), x_tile()))
+def double(n: Node) -> Node | None:
+    """The two terms of a square's derivative."""
+    return mul(n.args[0], 2.0) if n.op is ops.ADD and n.args[0] is n.args[1] and n.type.dtype.is_float else None
+
+
+@rule("(y + x) + x = y + 2 x", lambda: add(add(x_tile("y"), x_tile()), x_tile()))
+def double_behind(n: Node) -> Node | None:
+    """As they come out of the reverse walk."""
+    if n.op is ops.ADD and n.args[0].op is ops.ADD and n.args[0].args[1] is n.args[1] and n.type.dtype.is_float:
+        return add(n.args[0].args[0], mul(n.args[1], 2.0))
     return None
 
 
@@ -145,8 +179,8 @@ def cast_of_cast(n: Node) -> Node | None:
 
 @rule("part(round x) = round part(x)", lambda: node(ops.PART, narrow(x_tile()), attrs=(halves(2), 1)))
 def cast_after_columns(n: Node) -> Node | None:
-    """Taking columns or rows commutes with a cast, which moves to the store."""
-    if n.op in (ops.PART, ops.TAKE_ROWS, ops.TURN) and n.args[0].op is ops.CAST:
+    """Taking columns commutes with a cast, which moves to the store."""
+    if n.op in (ops.PART, ops.TURN) and n.args[0].op is ops.CAST:
         inner = n.args[0].args[0]
         if inner.op is not ops.INPUT:
             return cast(rebuilt(n, inner), n.type.dtype)

@@ -8,7 +8,7 @@ from codetta.core.types import Kind, table
 from codetta.ir import ops
 from codetta.ir.build import add, const, input_, join, mul, neg, part, sum_row
 from codetta.ir.split import ADJACENT, Split, halves
-from codetta.rules.match import is_const, is_number, rebuilt, row_scaled, x_tile
+from codetta.rules.match import is_arithmetic, is_const, is_number, rebuilt, row_scaled, x_tile
 
 PAIRS = Registry()
 rule = PAIRS.rule
@@ -24,7 +24,7 @@ def _rotated() -> Node:
 @rule("f(join(a, b), x) = join(f(a, x0), f(b, x1))", _rotated)
 def join_outermost(n: Node) -> Node | None:
     """A map of joined lanes is made lane by lane; the other operands are taken apart."""
-    if n.op.family != "map" or n.op is ops.EXPAND or n.type.kind not in (Kind.TILE, Kind.TABLE):
+    if not is_arithmetic(n) or n.type.kind not in (Kind.TILE, Kind.TABLE):
         return None
     if row_scaled(n) is not None:  # a row scale stays outside of the join, see scale.py
         return None
@@ -33,20 +33,20 @@ def join_outermost(n: Node) -> Node | None:
         return None
     if any(a.type.kind is Kind.GROUPVEC for a in n.args):
         return None
-    lanes = [_map(n, [lane(a, split, i) for a in n.args], found.args[i]) for i in range(split.parts)]
+    lanes = [_map(n, [lane(a, split, i) for a in n.args]) for i in range(split.parts)]
     if all(is_const(x) for x in lanes):
         return None
     joined = node(ops.JOIN, *lanes, attrs=(split,), where=n.where)
     return joined if joined.type == n.type else None
 
 
-def _map(n: Node, args: list[Node], joined: Node) -> Node:
+def _map(n: Node, args: list[Node]) -> Node:
     """``n``'s op on one lane; zeros stay the number zero where the op keeps them so."""
-    if is_number(joined, 0):
-        if n.op is ops.MUL or (n.op in (ops.NEG, ops.CAST)):
-            return const(0.0)
-        if n.op is ops.ADD:
-            return args[1] if args[0] is joined else args[0]
+    zero = [is_number(a, 0) for a in args]
+    if any(zero) and (n.op in (ops.MUL, ops.NEG) or all(zero)) and n.op in (ops.MUL, ops.NEG, ops.ADD, ops.SUB):
+        return const(0.0)
+    if n.op is ops.ADD and any(zero):
+        return args[0] if zero[1] else args[1]
     return rebuilt(n, *args)
 
 

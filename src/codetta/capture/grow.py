@@ -1,0 +1,210 @@
+"""Finds what of an ATen graph is understood, and to which stage between opaque calls each part belongs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from codetta.capture.align import Value, check
+from codetta.capture.aten import TABLE, activation_of, is_gemm, reason_for, translate
+from codetta.capture.inplace import PINNED
+from codetta.capture.layout import shape_of
+from codetta.capture.scope import Border, Borders, Meaning, Pair, Scope, dtype_of, fake
+from codetta.core.node import Node
+from codetta.errors import CodettaError, UnsupportedError
+from codetta.ir.build import cast
+
+NOT_NEAR_A_GEMM = "no GEMM needs it and it needs none"
+
+
+@dataclass(slots=True)
+class Growth:
+    """What each FX node means, if it is understood, and why not, if it is not.
+
+    An understood value of an earlier stage, and every opaque one, enters a stage as an INPUT. ``reads`` are the
+    arguments whose nodes a value contains, which makes them one segment."""
+
+    meaning: dict[fx.Node, Meaning] = field(default_factory=dict)
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    reads: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    reasons: dict[fx.Node, str] = field(default_factory=dict)
+    behind_gemm: set[fx.Node] = field(default_factory=set)
+    borders: Borders = field(default_factory=Borders)
+    after: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+def grow(graph: fx.Graph) -> Growth:
+    """The largest understood part of a graph in which every value belongs to some GEMM."""
+    opaque = _never_understood(graph)
+    while True:
+        growth = Growth(after=_fixed_order(graph))
+        for node in graph.nodes:
+            _visit(growth, node, opaque)
+        refused = _homeless(graph, growth)
+        if not refused:
+            return growth
+        opaque |= refused
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether an FX node is a tensor or several; sizes are not."""
+    return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
+
+
+# --- one node ---------------------------------------------------------------------------------------------------------
+
+
+def _visit(growth: Growth, node: fx.Node, opaque: dict[fx.Node, str]) -> None:
+    if node in opaque or node.op != "call_function":
+        growth.reasons[node] = opaque.get(node, "")
+    else:
+        for lent in _loans(growth, node):
+            try:
+                _understand(growth, node, lent)
+            except CodettaError as refusal:
+                growth.reasons.setdefault(node, refusal.message)
+            else:
+                growth.reasons.pop(node, None)
+                return
+    behind = [a for a in node.all_input_nodes if is_tensor(a)]
+    if node in growth.after:
+        behind.append(growth.after[node])
+    stages = [growth.stage[a] + (a in growth.meaning) for a in behind]
+    growth.stage[node] = max(stages, default=0) if node.op != "placeholder" and is_tensor(node) else 0
+
+
+def _loans(growth: Growth, node: fx.Node) -> list[frozenset[fx.Node]]:
+    """Which arguments to read as tensors from outside, in the order to try: none, those that need no GEMM, all."""
+    understood = [a for a in node.all_input_nodes if a in growth.meaning]
+    stage = max((growth.stage[a] for a in understood), default=0)
+    free = frozenset(a for a in understood if a not in growth.behind_gemm or growth.stage[a] < stage)
+    tries = [frozenset[fx.Node](), free, *([frozenset(understood)] if is_gemm(node) else [])]
+    return list(dict.fromkeys(tries))
+
+
+def _understand(growth: Growth, node: fx.Node, lent: frozenset[fx.Node]) -> None:
+    """Translate a node, the arguments in ``lent`` read as tensors from outside; raises where that cannot be done."""
+    outside = {a for a in node.all_input_nodes if a in growth.meaning and (a in lent or not _same_region(a, node))}
+    tensors = [a for a in node.all_input_nodes if is_tensor(a)]
+    stage = max((growth.stage[a] + (a in outside) for a in tensors), default=0)
+    reads: set[fx.Node] = set()
+    scope = Scope(node, partial(_read, growth, stage, lent, outside, reads), growth.borders)
+    meaning = _item(scope) if _is_getitem(node) else _stored(node, translate(scope))
+    growth.meaning[node], growth.stage[node], growth.reads[node] = meaning, stage, reads
+    if scope.contracts or reads & growth.behind_gemm:
+        growth.behind_gemm.add(node)
+
+
+def _read(
+    growth: Growth, stage: int, lent: frozenset[fx.Node], outside: set[fx.Node], reads: set[fx.Node], arg: fx.Node
+) -> Meaning | None:
+    """What an argument means in ``stage``; an understood tensor of an earlier one keeps its layout."""
+    found = growth.meaning.get(arg)
+    if found is None or arg in lent:
+        return None
+    if growth.stage[arg] == stage and arg not in outside:
+        reads.add(arg)
+        return found
+    if not isinstance(found, Value):
+        raise UnsupportedError(f"{arg.name} is not one tensor and belongs to an earlier segment")
+    return Value(growth.borders.enter(Border(arg, found.node.type, found.dims)), found.dims)
+
+
+def _stored(node: fx.Node, meaning: Meaning) -> Meaning:
+    """The meaning, rounded to the dtype that ATen stores, after a check that it lies where ATen's tensor does."""
+    values = node.meta["val"]
+    if isinstance(meaning, tuple):
+        pairs = zip(meaning, values, strict=True)
+        return tuple(_checked(v, t) for v, t in pairs)
+    if isinstance(meaning, Pair):
+        part = values.new_empty(values.shape, dtype=values.dtype.to_real())
+        return Pair(_checked(meaning.real, part), _checked(meaning.imag, part))
+    return _checked(meaning, values)
+
+
+def _checked(value: Value, tensor: torch.Tensor) -> Value:
+    check(value, shape_of(tensor))
+    dtype = dtype_of(tensor)
+    if dtype.is_float != value.node.type.dtype.is_float:
+        raise UnsupportedError(f"{value.node} is stored as {dtype}")
+    return replace(value, node=cast(value.node, dtype))
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
+
+
+def _item(scope: Scope) -> Value:
+    """One of several results."""
+    source, index = scope.node.args
+    found = scope.lookup(source) if isinstance(source, fx.Node) else None
+    if not isinstance(found, tuple) or not isinstance(index, int):
+        raise UnsupportedError(f"{source} stays with PyTorch")
+    return found[index]
+
+
+def _same_region(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes are recomputed together; a segment does not cross the border of a checkpointed region."""
+    return bool(a.meta.get("ac_graph_id") == b.meta.get("ac_graph_id"))
+
+
+# --- the whole graph --------------------------------------------------------------------------------------------------
+
+
+def _never_understood(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The nodes that stay with PyTorch whatever their neighbours are, with the reasons."""
+    known = [n for n in graph.nodes if n.op == "call_function" and (n.target in TABLE or _is_getitem(n))]
+    members = frozenset(known)
+    before: set[fx.Node] = set()
+    for n in reversed(known):
+        if any(u in before or (is_gemm(u) and activation_of(u) is n) for u in n.users if u in members):
+            before.add(n)
+    behind: set[fx.Node] = set()
+    for n in known:
+        if is_gemm(n) or any(a in behind for a in n.all_input_nodes):
+            behind.add(n)
+    found: dict[fx.Node, str] = {}
+    for n in graph.nodes:
+        if n.meta.get(PINNED):
+            found[n] = "it touches memory that the graph changes in place"
+        elif not is_tensor(n) and n.op == "call_function":
+            found[n] = "it is no tensor"
+        elif n.op == "call_function" and n.target not in TABLE and not _is_getitem(n):
+            found[n] = reason_for(n.target)
+        elif n not in before and n not in behind:
+            found[n] = NOT_NEAR_A_GEMM
+    return found
+
+
+def _fixed_order(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node that draws random numbers or touches changing memory, the one that must run before it."""
+    found: dict[fx.Node, fx.Node] = {}
+    last: fx.Node | None = None
+    for n in graph.nodes:
+        tags = getattr(n.target, "tags", ())
+        if n.op == "call_function" and (n.meta.get(PINNED) or torch.Tag.nondeterministic_seeded in tags):
+            if last is not None:
+                found[n] = last
+            last = n
+    return found
+
+
+def _homeless(graph: fx.Graph, growth: Growth) -> dict[fx.Node, str]:
+    """Understood values that no segment can take: of the first stage that has some."""
+    feeds: set[fx.Node] = set()
+    for n in reversed(graph.nodes):
+        if n in growth.reads and (n in feeds or is_gemm(n)):
+            feeds |= growth.reads[n]
+    found = {n: NOT_NEAR_A_GEMM for n in growth.meaning if n not in feeds and n not in growth.behind_gemm}
+    for n, meaning in growth.meaning.items():
+        outer = [u for u in n.users if n not in growth.reads.get(u, ())]
+        if isinstance(meaning, Pair) and outer:
+            found[n] = f"{outer[0].name} needs it as a complex tensor"
+    first = min((growth.stage[n] for n in found), default=0)
+    return {n: why for n, why in found.items() if growth.stage[n] == first}
+
+

@@ -1,0 +1,208 @@
+"""What a rule of the ATen table sees: the operator's node, the meaning of its arguments, and a way to bring others in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from codetta.backends.reference.evaluate import DTYPE_OF
+from codetta.capture.align import Value, align, form_of
+from codetta.capture.layout import Dims, Size, atoms, natural, shape_of
+from codetta.core.node import Node
+from codetta.core.types import ROWS, DType, Kind, Type
+from codetta.errors import UnsupportedError
+from codetta.ir.build import Value as Operand
+from codetta.ir.build import as_node, cast, input_
+
+Lane = Literal["", "real", "imag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An understood complex tensor: its real and its imaginary part."""
+
+    real: Value
+    imag: Value
+
+
+Meaning = Value | Pair | tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A tensor that PyTorch computes; of a complex one, one of the two lanes."""
+
+    source: fx.Node
+    lane: Lane = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """How an outside tensor enters a segment: as a value of ``type``, its dimensions lying as ``dims`` says.
+
+    Without dimensions it enters as it is: a weight."""
+
+    source: fx.Node
+    type: Type
+    dims: Dims | None = None
+    lane: Lane = ""
+
+
+@dataclass(slots=True)
+class Borders:
+    """The inputs made so far, each once."""
+
+    nodes: dict[Border, Node] = field(default_factory=dict)
+    of: dict[Node, Border] = field(default_factory=dict)
+
+    def enter(self, border: Border) -> Node:
+        """The INPUT node of a border."""
+        if border not in self.nodes:
+            made = input_(f"{border.source.name}/{len(self.nodes)}", border.type)
+            self.nodes[border], self.of[made] = made, border
+        return self.nodes[border]
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of an FX node."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedError(f"{node.name} is no tensor")
+    return value
+
+
+def dtype_of(value: torch.Tensor) -> DType:
+    """Our name of a tensor's dtype."""
+    if value.dtype not in DTYPE_OF:
+        raise UnsupportedError(f"tensors of {value.dtype} stay with PyTorch")
+    return DTYPE_OF[value.dtype]
+
+
+@dataclass(slots=True)
+class Scope:
+    """One operator in translation. ``lookup`` says what an argument means here, ``None`` if it comes from outside."""
+
+    node: fx.Node
+    lookup: Callable[[fx.Node], Meaning | None]
+    borders: Borders
+    contracts: bool = False
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """The shape of the operator's result."""
+        return shape_of(fake(self.node))
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the operator's result."""
+        return dtype_of(fake(self.node))
+
+    def value(self, arg: Any) -> Value:
+        """The meaning of an argument that must be an understood tensor."""
+        found = self.lookup(arg) if isinstance(arg, fx.Node) else None
+        if not isinstance(found, Value):
+            raise UnsupportedError(f"its input {arg} stays with PyTorch")
+        return found
+
+    def activation(self, arg: Any) -> Value:
+        """The meaning of an argument; from outside, its last dimension is taken as the columns, the others as rows."""
+        found = self.lookup(arg) if isinstance(arg, fx.Node) else None
+        if found is None and isinstance(arg, fx.Node) and fake(arg).dim() >= 2:
+            dims = natural(shape_of(fake(arg)))
+            form = form_of(shape_of(fake(arg)), dims)
+            return Value(self._enter(Outside(arg), form.kind, form.cols, form.dims), dims)
+        return self.value(arg)
+
+    def combine(self, fn: Callable[..., Node], *operands: Any) -> Value:
+        """``fn`` of the operands' nodes: values, FX nodes, tensors from outside and numbers, broadcast as ATen does."""
+        found = [self._operand(x) for x in operands]
+        newcomers = [x for x in found if isinstance(x, Outside)]
+        known = [x for x in found if isinstance(x, Value)]
+        if not known and not newcomers:
+            raise UnsupportedError("no operand is a tensor")
+        aligned = align(known, [shape_of(fake(x.source)) for x in newcomers])
+        forms = iter(aligned.newcomers)
+        nodes: list[Operand] = []
+        for x in found:
+            if isinstance(x, Value):
+                nodes.append(x.node)
+            elif isinstance(x, Outside):
+                form = next(forms)
+                nodes.append(self._enter(x, form.kind, form.cols, form.dims))
+            else:
+                nodes.append(as_node(x))
+        return Value(fn(*nodes), aligned.dims)
+
+    def weight(self, arg: Any) -> tuple[Node, bool]:
+        """The (rows, columns) matrix behind an argument, and whether the argument is its transpose."""
+        source, casts, flipped = _behind(arg)
+        if fake(source).dim() != 2:
+            raise UnsupportedError(f"{source.name} is no matrix")
+        if self.lookup(source) is not None or self.lookup(arg) is not None:
+            raise UnsupportedError(f"the matrix {source.name} is computed in the same segment")
+        rows, cols = shape_of(fake(source))
+        if not (isinstance(rows, int) and isinstance(cols, int)):
+            raise UnsupportedError(f"the matrix {source.name} has no fixed shape")
+        found = self.borders.enter(Border(source, Type(Kind.TILE, dtype_of(fake(source)), rows, cols)))
+        for dtype in casts:
+            found = cast(found, dtype)
+        return found, flipped
+
+    def complex_lanes(self, arg: Any) -> tuple[Value | Outside, Value | Outside]:
+        """The real and the imaginary part of a complex argument."""
+        found = self.lookup(arg) if isinstance(arg, fx.Node) else None
+        if isinstance(found, Pair):
+            return found.real, found.imag
+        if found is not None or not fake(arg).is_complex():
+            raise UnsupportedError(f"{arg} is not complex")
+        return Outside(arg, "real"), Outside(arg, "imag")
+
+    def _operand(self, x: Any) -> Value | Outside | float | int | bool:
+        if isinstance(x, (Value, Outside, float, int, bool)):
+            return x
+        if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
+            raise UnsupportedError(f"the operand {x} is neither a tensor nor a fixed number")
+        found = self.lookup(x)
+        if found is None and fake(x).device != _device(self.node):
+            raise UnsupportedError(f"its input {x.name} is on another device")
+        return Outside(x) if found is None else self.value(x)
+
+    def _enter(self, outside: Outside, kind: Kind, cols: int | None, dims: Dims) -> Node:
+        value = fake(outside.source)
+        dtype = dtype_of(torch.empty((), dtype=value.dtype.to_real())) if outside.lane else dtype_of(value)
+        type_ = Type(kind, dtype, ROWS if atoms(dims, "row") else None, cols)
+        return self.borders.enter(Border(outside.source, type_, dims, outside.lane))
+
+
+def _device(node: fx.Node) -> torch.device:
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (list, tuple)) else value
+    return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+
+
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default)
+_FLIPS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default, aten.mT.default)
+
+
+def _behind(arg: Any) -> tuple[fx.Node, Sequence[DType], bool]:
+    """The node that an argument casts or transposes, the casts in the order they are done, and if it is transposed."""
+    casts: list[DType] = []
+    flipped = False
+    if not isinstance(arg, fx.Node):
+        raise UnsupportedError(f"{arg} is no tensor")
+    while arg.op == "call_function" and isinstance(inner := arg.args[0] if arg.args else None, fx.Node):
+        if arg.target in CASTS and fake(arg).is_floating_point() and fake(inner).is_floating_point():
+            if fake(inner).device != fake(arg).device:
+                break
+            casts.append(dtype_of(fake(arg)))
+        elif arg.target in _FLIPS and fake(arg).dim() == 2 and arg.args[1:] not in (([0, 1],), ([-2, -1],)):
+            flipped = not flipped
+        else:
+            break
+        arg = inner
+    return arg, casts[::-1], flipped

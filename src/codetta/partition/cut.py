@@ -1,0 +1,146 @@
+"""What forward keeps for backward: the cheapest set of values from which backward can compute the rest by maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import networkx as nx
+
+from codetta.core.node import Node, postorder, substitute
+from codetta.core.types import Kind, compute_dtype
+from codetta.ir import ops
+from codetta.ir.build import cast, input_
+from codetta.ir.graph import Graph
+from codetta.partition.assign import operands
+from codetta.partition.build import storage_dtype
+from codetta.partition.size import bytes_of
+
+# fast keeps every operand of a weight gradient; balanced makes those again that are wider than what their GEMM
+# produces (SwiGLU's y); lean makes all of them again that an epilogue of backward has at hand (the norm's h too)
+Memory = Literal["fast", "balanced", "lean"]
+MEMORY: tuple[Memory, ...] = ("fast", "balanced", "lean")
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The two halves of a training step. Backward's inputs are forward's inputs, saved values and cotangents, by name;
+    ``saved`` says which forward output each saved value is."""
+
+    forward: Graph
+    backward: Graph
+    saved: tuple[tuple[str, str], ...]
+
+
+def recomputable(forward: Graph, grads: Iterable[Node], memory: Memory) -> list[Node]:
+    """The operands of weight gradients that the memory mode would make again in backward."""
+    found: dict[Node, None] = {}
+    made = {a: n for n in forward.contractions for a in n.args}
+    for n in postorder(grads):
+        if n.op is ops.MATMUL and n.attrs[0] == "tn":
+            for a in n.args:
+                gemm = made.get(a)
+                if a.op is not ops.INPUT and a.op is not ops.MATMUL and gemm is not None:
+                    wide = bytes_of(a.type.of(a.type.dtype)) > bytes_of(gemm.type.of(a.type.dtype))
+                    if memory == "lean" or (memory == "balanced" and wide):
+                        found[a] = None
+    return list(found)
+
+
+def cut(forward: Graph, grads: Mapping[str, Node], cotangents: Iterable[Node], again: Iterable[Node] = ()) -> Joint:
+    """Split the joint graph. ``again`` are stored forward values that backward shall nevertheless make again."""
+    cotangents, roots = list(cotangents), list(grads.values())
+    late = _depending_on(set(cotangents), roots)
+    stored = _stored(forward, set(again))
+    needed = _needed(roots, late)
+    free = {a for n in postorder(roots) if n in late and n.op is ops.MATMUL for a in n.args if a in stored}
+    chosen = _cheapest(needed, stored, set(again), free)
+    narrow = storage_dtype(forward.contractions)
+    outputs, names = dict(forward.outputs), {n: name for name, n in reversed(forward.outputs)}
+    saved: dict[Node, tuple[str, str]] = {}
+    for n in chosen:
+        if n.op is ops.INPUT:
+            continue
+        kept = stored.get(n, n)
+        wide = kept.type.dtype.is_float and kept.type.dtype is compute_dtype(kept.type.dtype)
+        if kept.type.kind is Kind.TILE and wide and narrow is not None and kept not in names:
+            kept = cast(kept, narrow)
+        if kept not in names:
+            names[kept] = f"saved{len(saved)}"
+            outputs[names[kept]] = kept
+        saved[n] = (f"saved_{names[kept]}" if not names[kept].startswith("saved") else names[kept], names[kept])
+    mapping: dict[Node, Node] = {}
+    types = dict(outputs)
+    for n, (name, output) in saved.items():
+        mapping[n] = input_(name, types[output].type)
+        mapping[types[output]] = mapping[n]
+    bodies = substitute(roots, mapping)
+    inputs = [n for n in postorder(bodies) if n.op is ops.INPUT]
+    backward = Graph(tuple(inputs), tuple(zip(grads, bodies, strict=True)))
+    unique = dict(saved.values())
+    return Joint(Graph(forward.inputs, tuple(outputs.items())), backward, tuple(unique.items()))
+
+
+def _depending_on(sources: set[Node], roots: list[Node]) -> set[Node]:
+    found = set(sources)
+    for n in postorder(roots):
+        if any(a in found for a in n.args):
+            found.add(n)
+    return found
+
+
+def _stored(forward: Graph, again: set[Node]) -> dict[Node, Node]:
+    """Forward values that are in memory anyway, with what they are in memory as: a rounded value serves for itself."""
+    found: dict[Node, Node] = {}
+    for n in [*forward.roots, *(a for g in forward.contractions for a in operands(g))]:
+        if n in again or n.op is ops.INPUT:
+            continue
+        found[n] = n
+        if n.op is ops.CAST and n.type.dtype.is_float and n.args[0].op is not ops.INPUT:
+            found.setdefault(n.args[0], n)
+    return found
+
+
+def _needed(roots: list[Node], late: set[Node]) -> list[Node]:
+    """The forward values that backward's own nodes take as arguments."""
+    found: dict[Node, None] = {}
+    for n in postorder(roots):
+        for a in n.args if n in late else ():
+            for part in a.args if a.op is ops.STACK else (a,):
+                if part not in late and part.op is not ops.CONST:
+                    found[part] = None
+    found.update((r, None) for r in roots if r not in late)
+    return list(found)
+
+
+def _cheapest(needed: list[Node], stored: dict[Node, Node], again: set[Node], free: set[Node]) -> list[Node]:
+    """A minimum cut, by bytes written and read, between what cannot be computed again and what is needed.
+
+    ``free`` are operands of backward's GEMMs that forward stored: keeping them moves nothing.
+
+    Of equal cuts the one nearest to backward is taken, so a scaled value rather than the raw accumulator."""
+    flow: nx.DiGraph[object] = nx.DiGraph()
+    flow.add_nodes_from(("need", "have"))
+    for n in postorder(needed):
+        capacity = 0 if n in free else _capacity(n, stored, again)
+        flow.add_edge((n, "in"), (n, "out"), **({} if capacity is None else {"capacity": capacity}))
+        for a in n.args:
+            flow.add_edge((a, "out"), (n, "in"))
+        if n.op in (ops.INPUT, ops.MATMUL, ops.REDUCE, ops.LSE, ops.SELECT):
+            flow.add_edge("have", (n, "in"))
+    for n in needed:
+        flow.add_edge((n, "out"), "need")
+    _, (_, near) = nx.minimum_cut(flow, "have", "need")  # near: all that can reach "need" once the cut is made
+    return [n for n in postorder(needed) if (n, "out") in near and (n, "in") not in near]
+
+
+def _capacity(n: Node, stored: dict[Node, Node], again: set[Node]) -> int | None:
+    """What keeping ``n`` costs in bytes; None where it cannot be kept."""
+    if n in again or (not n.args and n.op is not ops.INPUT):
+        return None
+    if n.op is ops.PART and n.args[0].op is not ops.INPUT:
+        return None  # the whole is kept
+    if n.op is ops.INPUT or n in stored:
+        return 1 + bytes_of(stored.get(n, n).type)
+    return 2 * bytes_of(n.type) * (2 if n.op is ops.MATMUL else 1)

@@ -1,0 +1,100 @@
+"""A Plan: the ordered steps of a graph, and which buffer each of them reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from codetta.core.types import Type
+from codetta.ir import ops
+from codetta.ir.program import Program, is_partial
+from codetta.lang.source import program_text
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A buffer, or rows ``start:stop`` of one (a weight's share of a stacked gradient)."""
+
+    buffer: str
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One launch: a program, the buffers of its GEMM's operands (several for stacked weights), of its parameters
+    (without ``acc``) and of its outputs; for a leftover, why it could not go into an epilogue."""
+
+    program: Program
+    a: str
+    b: tuple[str, ...]
+    loads: tuple[str, ...]
+    stores: tuple[str, ...]
+    reason: str = ""
+    on_weights: bool = False
+
+    @property
+    def kind(self) -> str:
+        """gemm, finalize, leftover, or prepare (a leftover on weights: a cast, a fold)."""
+        if self.program.role == "epilogue":
+            return "gemm"
+        return "prepare" if self.on_weights else self.program.role
+
+    @property
+    def is_weight_gradient(self) -> bool:
+        """dz.T @ x."""
+        return self.program.gemm is not None and self.program.gemm.form == "tn"
+
+    @property
+    def has_epilogue(self) -> bool:
+        """A GEMM that does more than store its accumulator, or its columns, in the storage dtype."""
+        if self.kind != "gemm":
+            return False
+        plain = (ops.INPUT, ops.CAST, ops.PART)
+        return any(n.op not in plain for n in self.program.body) or len(self.loads) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps in order of execution; every buffer's type; a partial buffer is one that a finalize must fold."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[tuple[str, View], ...]
+    steps: tuple[Step, ...]
+    buffers: dict[str, Type] = field(hash=False)
+    partials: frozenset[str] = frozenset()
+
+    def count(self, kind: str) -> int:
+        """How many steps are of that kind."""
+        return sum(s.kind == kind for s in self.steps)
+
+    @property
+    def epilogues(self) -> int:
+        """GEMMs with a non-trivial epilogue."""
+        return sum(s.has_epilogue for s in self.steps)
+
+    @property
+    def digest(self) -> str:
+        """A content hash: the same plan has the same digest in every process."""
+        return sha256(plan_text(self).encode()).hexdigest()[:32]
+
+
+def partial_outputs(program: Program) -> tuple[bool, ...]:
+    """Which outputs of a step are written one part per tile (an epilogue) or per block of rows (a leftover)."""
+    if program.role == "finalize":
+        return (False,) * len(program.outputs)
+    if program.role == "leftover":
+        return tuple(is_partial(n) and n.type.rows is None for _, n in program.outputs)
+    return tuple(is_partial(n) for _, n in program.outputs)
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan in language form: each step's program, then the call that binds it to buffers."""
+    lines = [f"# inputs: {', '.join(f'{n}: {plan.buffers[n]}' for n in plan.inputs)}"]
+    for s in plan.steps:
+        if s.reason:
+            lines.append(f"# {s.kind}: {s.reason}")
+        lines.append(program_text(s.program).rstrip())
+        operands = [s.a, "[" + "; ".join(s.b) + "]" if len(s.b) > 1 else s.b[0]] if s.a else []
+        lines.append(f"# {', '.join(s.stores)} = {s.program.name}({', '.join([*operands, *s.loads])})\n")
+    views = (f"{n}={v.buffer}" + (f"[{v.rows[0]}:{v.rows[1]}]" if v.rows else "") for n, v in plan.outputs)
+    return "\n".join([*lines, f"# outputs: {', '.join(views)}\n"])

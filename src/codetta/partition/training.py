@@ -1,0 +1,74 @@
+"""A training step of one segment: the forward plan, the backward plan, and what passes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from codetta.autodiff.reverse import gradients
+from codetta.core.node import Node, substitute
+from codetta.errors import SettingsError
+from codetta.ir.build import input_
+from codetta.ir.graph import Graph
+from codetta.partition.build import make_plan
+from codetta.partition.cut import MEMORY, Joint, Memory, cut, recomputable
+from codetta.partition.plan import Plan
+from codetta.rules.pipeline import reparameterise, simplify
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """``saved`` maps backward's inputs to forward's outputs; the backward's other inputs are forward's inputs and the
+    cotangents ``d_<output>``; its outputs are ``d_<input>``."""
+
+    forward: Plan
+    backward: Plan
+    saved: tuple[tuple[str, str], ...]
+
+
+def cotangent_name(output: str) -> str:
+    """The name of the gradient that belongs to a value."""
+    return f"d_{output}"
+
+
+def derive(
+    graph: Graph, wrt: Collection[str], given: Collection[str] | None = None
+) -> tuple[dict[str, Node], list[Node]]:
+    """The simplified gradients of a reparameterised graph by the named inputs, for the given outputs' cotangents."""
+    chosen = {
+        name: input_(cotangent_name(name), n.type)
+        for name, n in graph.outputs
+        if n.type.dtype.is_float and (given is None or name in given)
+    }
+    sources = [n for n in graph.inputs if str(n.attrs[0]) in wrt]
+    kept = {n: input_(f"kept {name}", n.type) for name, n in graph.outputs}
+    found = {n: g for n, g in gradients(graph, chosen, sources, kept).items() if g is not None}
+    simple = substitute(simplify(list(found.values()), set(graph.nodes)), {k: n for n, k in kept.items()})
+    return {cotangent_name(str(n.attrs[0])): g for n, g in zip(found, simple, strict=True)}, list(chosen.values())
+
+
+def plan_training(graph: Graph, wrt: Collection[str], memory: Memory = "balanced") -> TrainingPlan:
+    """Plan forward and backward of a captured graph for gradients of the named inputs."""
+    if memory not in MEMORY:
+        raise SettingsError(f"memory={memory!r}", hint=f"one of {', '.join(MEMORY)}")
+    forward = reparameterise(graph)
+    grads, cotangents = derive(forward, wrt)
+    joint = cut(forward, grads, cotangents)
+    backward = make_plan(joint.backward)
+    again: list[Node] = []
+    for n in recomputable(forward, grads.values(), memory):
+        trial = cut(forward, grads, cotangents, [*again, n])
+        plan = make_plan(trial.backward)
+        # made again only where an epilogue has its operands at hand, and nothing new has to be saved for it
+        if plan.count("leftover") == backward.count("leftover") and len(trial.saved) < len(joint.saved):
+            again.append(n)
+            joint, backward = trial, plan
+    return TrainingPlan(make_plan(joint.forward), backward, joint.saved)
+
+
+def plan_inference(graph: Graph) -> Plan:
+    """The plan of a captured graph from which no gradient is asked."""
+    return make_plan(reparameterise(graph))
+
+
+__all__ = ["Joint", "TrainingPlan", "cotangent_name", "derive", "plan_inference", "plan_training"]
