@@ -118,7 +118,7 @@ class _ToAten(Interpreter):
         if self._mode().autocast:
             raise CaptureError(f"{target} is called under autocast, which cannot be made explicit inside it")
         tracer = _tracer()
-        with disable_proxy_modes_tracing():
+        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             result = target(*args, **kwargs)
         proxies = pytree.tree_map(partial(_proxy_of, tracer), (args, kwargs))
         call = tracer.create_proxy("call_function", target, *proxies)

@@ -92,7 +92,8 @@ def _understand(growth: Growth, node: fx.Node, lent: frozenset[fx.Node]) -> None
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
     stage = max((growth.stage[a] + (a in outside) for a in tensors), default=0)
     reads: set[fx.Node] = set()
-    scope = Scope(node, partial(_read, growth, stage, lent, outside, reads), growth.borders)
+    lookup = partial(_read, growth, stage, lent, outside, reads)
+    scope = Scope(node, lookup, growth.meaning.__contains__, growth.borders)
     meaning = _item(scope) if _is_getitem(node) else _stored(node, translate(scope))
     growth.meaning[node], growth.stage[node], growth.reads[node] = meaning, stage, reads
     if scope.contracts or reads & growth.behind_gemm:

@@ -84,10 +84,12 @@ def dtype_of(value: torch.Tensor) -> DType:
 
 @dataclass(slots=True)
 class Scope:
-    """One operator in translation. ``lookup`` says what an argument means here, ``None`` if it comes from outside."""
+    """One operator in translation. ``lookup`` says what an argument means here, ``None`` if it comes from outside;
+    ``understood`` whether a node means anything at all."""
 
     node: fx.Node
     lookup: Callable[[fx.Node], Meaning | None]
+    understood: Callable[[fx.Node], bool]
     borders: Borders
     contracts: bool = False
 
@@ -139,11 +141,11 @@ class Scope:
 
     def weight(self, arg: Any) -> tuple[Node, bool]:
         """The (rows, columns) matrix behind an argument, and whether the argument is its transpose."""
-        source, casts, flipped = _behind(arg)
+        if not isinstance(arg, fx.Node) or self.lookup(arg) is not None:
+            raise UnsupportedError(f"the matrix {arg} is computed in the same segment")
+        source, casts, flipped = _behind(arg, self.understood)
         if fake(source).dim() != 2:
             raise UnsupportedError(f"{source.name} is no matrix")
-        if self.lookup(source) is not None or self.lookup(arg) is not None:
-            raise UnsupportedError(f"the matrix {source.name} is computed in the same segment")
         rows, cols = shape_of(fake(source))
         if not (isinstance(rows, int) and isinstance(cols, int)):
             raise UnsupportedError(f"the matrix {source.name} has no fixed shape")
@@ -189,16 +191,15 @@ CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, ate
 _FLIPS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default, aten.mT.default)
 
 
-def _behind(arg: Any) -> tuple[fx.Node, Sequence[DType], bool]:
-    """The node that an argument casts or transposes, the casts in the order they are done, and if it is transposed."""
+def _behind(arg: fx.Node, understood: Callable[[fx.Node], bool]) -> tuple[fx.Node, Sequence[DType], bool]:
+    """The tensor that an argument casts or transposes, the casts in the order they are done, and if it is transposed."""
     casts: list[DType] = []
     flipped = False
-    if not isinstance(arg, fx.Node):
-        raise UnsupportedError(f"{arg} is no tensor")
     while arg.op == "call_function" and isinstance(inner := arg.args[0] if arg.args else None, fx.Node):
+        value = inner.meta.get("val")
+        if understood(inner) or not isinstance(value, torch.Tensor) or value.device != fake(arg).device:
+            break
         if arg.target in CASTS and fake(arg).is_floating_point() and fake(inner).is_floating_point():
-            if fake(inner).device != fake(arg).device:
-                break
             casts.append(dtype_of(fake(arg)))
         elif arg.target in _FLIPS and fake(arg).dim() == 2 and arg.args[1:] not in (([0, 1],), ([-2, -1],)):
             flipped = not flipped

@@ -67,14 +67,16 @@ def param_name(p: Node) -> str:
 
 
 def _malformed(p: Program) -> str | None:
+    if any(n.op is not ops.INPUT for n in p.params):
+        return f"parameters are inputs, not {list(p.params)}"
     names = [param_name(n) for n in p.params]
     outputs = [name for name, _ in p.outputs]
     if p.role == "epilogue" and (names[:1] != ["acc"] or p.params[0].type.kind is not Kind.TILE):
         return f"an epilogue's first parameter is `acc`, a Tile, not {p.params[:1]}"
     if p.role != "epilogue" and p.gemm is not None:
         return f"a {p.role} has no GEMM"
-    if any(n.op is not ops.INPUT for n in p.params) or len(set(names)) < len(names):
-        return f"parameters are inputs with different names, not {list(p.params)}"
+    if len(set(names)) < len(names):
+        return f"parameters have different names, not {names}"
     if not outputs or len(set(outputs)) < len(outputs):
         return f"outputs have different names and there is at least one, not {outputs}"
     return None

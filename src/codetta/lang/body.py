@@ -27,8 +27,9 @@ def program_of(
     where = definition(fn)
     params = parameters(fn, role, scope)
     with record.recording() as trace:
-        outputs = _outputs(_run(fn, params), where)
-    for key, n in outputs:
+        result = _run(fn, params)
+    outputs = _outputs(result, where)
+    for key, n in outputs if isinstance(result, Mapping) else ():
         trace.names.setdefault(n, key)
     trace.names.update({p: param_name(p) for p in params})
     roots = [n for _, n in outputs]

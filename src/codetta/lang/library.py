@@ -32,7 +32,7 @@ Outputs = dict[str, Value]
 
 @epilogue
 def residual_rms(acc: Tile, residual: Tile, gain: RowVec) -> Outputs:
-    """The residual stream, the next GEMM's input without its row scale, and the partial sums of squares for that scale."""
+    """The residual stream, the next GEMM's input without its row scale, and the partial sums of squares it takes."""
     x = acc + residual
     return dict(x=x, h=x * gain, ssq=sum_row(x * x))
 
@@ -91,8 +91,31 @@ def dropout(p: float) -> Epilogue:
     """Dropout with probability p; the same seed drops the same elements, so that no mask is stored."""
 
     @epilogue(name="dropout")
-    def program(acc: Tile, seed: Scalar[i64]) -> Outputs:  # type: ignore[type-arg]
+    def program(acc: Tile, seed: Annotated[Scalar, i64]) -> Outputs:
         kept = random(seed, row_index(acc), column_index(acc)) >= p
         return dict(y=where(kept, acc * (1 / (1 - p)), 0.0))
+
+    return program
+
+
+@epilogue
+def lse_select(acc: Tile, target: Annotated[ColVec, i64]) -> Outputs:
+    """Cross-entropy's two row statistics of the logits, which are not stored: the loss is lse - picked."""
+    return dict(lse=logsumexp_row(acc), picked=select_column(acc, target))
+
+
+@epilogue
+def row_amax(acc: Tile) -> Outputs:
+    """The result with each row's largest absolute value, from which a quantisation scale is made."""
+    return dict(y=acc, amax=absmax_row(acc))
+
+
+def qk_norm(heads: int, head_dim: int, eps: float = 1e-6) -> Epilogue:
+    """RMSNorm of each head, whole inside one epilogue: a head's columns lie in one tile."""
+
+    @epilogue(name="qk_norm")
+    def program(acc: Tile, gain: RowVec) -> Outputs:
+        rstd = rsqrt(sum_inside(acc * acc, groups=heads) / float(head_dim) + eps)
+        return dict(y=acc * rstd * gain, rstd=rstd)
 
     return program

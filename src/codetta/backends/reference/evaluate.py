@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from codetta.ir import ops
 from codetta.ir.split import Split
 
 Value = Tensor | float | int | bool
-Eval = Callable[..., Value]
+Run = Callable[..., Value]
+Meaning = Callable[[Node], Run]  # what a node does, its types looked at once
 
 TORCH: dict[DType, torch.dtype] = {
     f64: torch.float64,
@@ -51,7 +53,7 @@ def value_of(n: Node, args: list[Value], rows: int, device: torch.device) -> Val
     """The value of one node that is no input, from its arguments', the row count and the device."""
     if not n.args:
         return leaf(n, rows, device)
-    return expand_to(n, args[0], rows) if n.op is ops.EXPAND else EVAL[n.op](n, *args)
+    return expand_to(n, args[0], rows) if n.op is ops.EXPAND else EVAL[n.op](n)(*args)
 
 
 def as_tensor(value: Value, type_: Type, device: torch.device) -> Tensor:
@@ -108,22 +110,35 @@ def in_groups(v: Tensor, groups: int) -> Tensor:
     return v.reshape(*v.shape[:-1], groups, v.shape[-1] // groups)
 
 
-def elementwise(fn: Callable[..., Tensor]) -> Eval:
+def elementwise(fn: Callable[..., Tensor]) -> Meaning:
     """A map on aligned values, floats narrower than the compute dtype widened first."""
 
-    def run(n: Node, *values: Value) -> Value:
+    def meaning(n: Node) -> Run:
         types = [a.type for a in n.args]
         dtype = compute_dtype(*(t.dtype for t in types))
-        wide = TORCH[dtype]
-        if dtype.is_float:
-            values = tuple(v.to(wide) if isinstance(v, Tensor) and v.is_floating_point() else v for v in values)
-        if not any(isinstance(v, Tensor) for v in values):
-            values = (torch.tensor(values[0], dtype=wide), *values[1:])
-        args, grouped = align(values, types, n.type)
-        out = fn(*args)
-        return out.flatten(1) if grouped else out
+        wide = TORCH[dtype] if dtype.is_float else None
+        fits = all(t.kind is n.type.kind or t.kind is Kind.SCALAR for t in types)
+        exact = fits and all(t.dtype is dtype or a.op is ops.CONST for a, t in zip(n.args, types, strict=True))
+        if exact and any(a.op is not ops.CONST for a in n.args):
+            return fn
 
-    return run
+        def run(*values: Value) -> Value:
+            if wide is not None:
+                values = tuple(v.to(wide) if isinstance(v, Tensor) and v.is_floating_point() else v for v in values)
+            if not any(isinstance(v, Tensor) for v in values):
+                values = (torch.tensor(values[0], dtype=wide), *values[1:])
+            args, grouped = align(values, types, n.type)
+            out = fn(*args)
+            return out.flatten(1) if grouped else out
+
+        return run
+
+    return meaning
+
+
+def whole(fn: Callable[..., Value]) -> Meaning:
+    """An op whose function takes the node first."""
+    return lambda n: partial(fn, n)
 
 
 def _cast(n: Node, x: Value) -> Value:
@@ -245,7 +260,7 @@ def contract(form: str, a: Tensor, b: Tensor) -> Tensor:
     return a @ b.T if form == "nt" else a @ b if form == "nn" else a.T @ b
 
 
-EVAL: dict[Op, Eval] = {
+EVAL: dict[Op, Meaning] = {
     ops.NEG: elementwise(lambda x: -x),
     ops.ABS: elementwise(torch.abs),
     ops.EXP: elementwise(torch.exp),
@@ -279,18 +294,18 @@ EVAL: dict[Op, Eval] = {
     ops.OR: elementwise(lambda a, b: a | b),
     ops.NOT: elementwise(lambda a: ~a),
     ops.WHERE: elementwise(torch.where),
-    ops.CAST: _cast,
+    ops.CAST: whole(_cast),
     ops.RANDOM: elementwise(uniform),
-    ops.EXPAND: lambda n, x: expand_to(n, x, 0),
-    ops.PART: _part,
-    ops.JOIN: _join,
-    ops.TURN: lambda n, x: x,
-    ops.STACK: _stack,
-    ops.TAKE_ROWS: lambda n, x: x[n.attrs[0] : n.attrs[1]],
-    ops.REDUCE: _reduce,
-    ops.LSE: lambda n, x: torch.logsumexp(x.to(TORCH[n.type.dtype]), 1),
-    ops.SELECT: _select,
-    ops.MATMUL: lambda n, a, b: contract(n.attrs[0], a, b),
+    ops.EXPAND: whole(lambda n, x: expand_to(n, x, 0)),
+    ops.PART: whole(_part),
+    ops.JOIN: whole(_join),
+    ops.TURN: lambda n: lambda x: x,
+    ops.STACK: whole(_stack),
+    ops.TAKE_ROWS: whole(lambda n, x: x[n.attrs[0] : n.attrs[1]]),
+    ops.REDUCE: whole(_reduce),
+    ops.LSE: whole(lambda n, x: torch.logsumexp(x.to(TORCH[n.type.dtype]), 1)),
+    ops.SELECT: whole(_select),
+    ops.MATMUL: whole(lambda n, a, b: contract(n.attrs[0], a, b)),
 }
 
 

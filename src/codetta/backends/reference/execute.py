@@ -1,0 +1,152 @@
+"""A Plan as a callable: every step in order on PyTorch tensors, one rounding per store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from codetta.backends.reference.evaluate import EVAL, Value, as_tensor, expand_to, leaf
+from codetta.backends.reference.tiles import fold, partials
+from codetta.core.node import Node, postorder
+from codetta.errors import PlanError
+from codetta.ir import ops
+from codetta.ir.program import Program
+from codetta.partition.plan import Plan, Step, partial_outputs
+
+Instruction = tuple[Callable[[list[Value], int], Value], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A program's expressions as straight-line code over slots; the parameters' slots come first."""
+
+    size: int
+    code: tuple[Instruction, ...]
+    results: tuple[int, ...]
+    program: Program
+
+    def __call__(self, params: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """Run on the parameters' values (the accumulator first in an epilogue); ``rows`` is what M stands for."""
+        slots: list[Value] = [*params, *([0.0] * (self.size - len(params)))]
+        for run, target in self.code:
+            slots[target] = run(slots, rows)
+        device = params[0].device if params else torch.device("cpu")
+        roots = (n for _, n in self.program.outputs)
+        return [as_tensor(slots[i], n.type, device) for i, n in zip(self.results, roots, strict=True)]
+
+
+def compile_body(program: Program) -> Body:
+    """The code of a program; outputs that are partials stay in parts."""
+    slot: dict[Node, int] = {p: i for i, p in enumerate(program.params)}
+    code: list[Instruction] = []
+    in_parts = {n for (_, n), p in zip(program.outputs, partial_outputs(program), strict=True) if p}
+    for n in postorder(n for _, n in program.outputs):
+        if n not in slot:
+            slot[n] = len(slot)
+            code.append((_instruction(n, [slot[a] for a in n.args], n in in_parts), slot[n]))
+    return Body(len(slot), tuple(code), tuple(slot[n] for _, n in program.outputs), program)
+
+
+def _instruction(n: Node, args: list[int], in_parts: bool) -> Callable[[list[Value], int], Value]:
+    if not n.args:
+        return lambda slots, rows: leaf(n, rows, _device(slots))
+    if n.op is ops.EXPAND:
+        return lambda slots, rows: expand_to(n, slots[args[0]], rows)
+    if in_parts:
+        return lambda slots, rows: partials(n, as_tensor(slots[args[0]], n.args[0].type, _device(slots)))
+    run = EVAL[n.op](n)
+    if len(args) == 1:
+        (only,) = args
+        return lambda slots, rows: run(slots[only])
+    if len(args) == 2:
+        first, second = args
+        return lambda slots, rows: run(slots[first], slots[second])
+    return lambda slots, rows: run(*(slots[i] for i in args))
+
+
+def _device(slots: list[Value]) -> torch.device:
+    return next((v.device for v in slots if isinstance(v, Tensor)), torch.device("cpu"))
+
+
+def contract(form: str, a: Tensor, b: Sequence[Tensor]) -> Tensor:
+    """The GEMM of a form, operands widened so that it accumulates in the compute dtype; ``b`` are stacked weights."""
+    wide = a.dtype if a.dtype == torch.float64 else torch.float32
+    a, parts = a.to(wide), [w.to(wide) for w in b]
+    if form == "tn":
+        return a.T @ parts[0]
+    if len(parts) == 1:
+        return a @ parts[0].T if form == "nt" else a @ parts[0]
+    if form == "nt":
+        out = a.new_empty(a.shape[0], sum(w.shape[0] for w in parts))
+        start = 0
+        for w in parts:
+            torch.mm(a, w.T, out=out[:, start : start + w.shape[0]])
+            start += w.shape[0]
+        return out
+    total, start = None, 0
+    for w in parts:
+        columns = a[:, start : start + w.shape[0]]
+        total = columns @ w if total is None else torch.addmm(total, columns, w, out=total)
+        start += w.shape[0]
+    if total is None:
+        raise PlanError("a GEMM without a second operand")
+    return total
+
+
+class Executable:
+    """A plan ready to run: ``run(inputs)`` gives the buffers of its outputs by name."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.bodies = [compile_body(s.program) for s in plan.steps]
+        self.dies = _last_uses(plan)
+        self.reductions = {
+            b: n
+            for s in plan.steps
+            for b, (_, n) in zip(s.stores, s.program.outputs, strict=True)
+            if b in plan.partials
+        }
+
+    def run(self, inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        """Execute; ``rows`` is the token count. The result has each buffer that an output names."""
+        memory: dict[str, Tensor] = dict(inputs)
+        with torch.no_grad():
+            for i, (step, body) in enumerate(zip(self.plan.steps, self.bodies, strict=True)):
+                params = [self._load(memory, name) for name in step.loads]
+                if step.program.gemm is not None:
+                    acc = contract(step.program.gemm.form, memory[step.a], [memory[w] for w in step.b])
+                    params.insert(0, acc)
+                memory.update(zip(step.stores, body(params, rows), strict=True))
+                own_memory(memory, step)
+                for name in self.dies[i]:
+                    del memory[name]
+        return {v.buffer: memory[v.buffer] for _, v in self.plan.outputs}
+
+    def _load(self, memory: Mapping[str, Tensor], name: str) -> Tensor:
+        return fold(self.reductions[name], memory[name]) if name in self.reductions else memory[name]
+
+
+def own_memory(memory: dict[str, Tensor], step: Step) -> None:
+    """What a step stored becomes contiguous, in memory that nothing else shares."""
+    taken = {memory[n].untyped_storage().data_ptr() for n in (step.a, *step.b, *step.loads) if n}
+    for name in step.stores:
+        t = memory[name].contiguous()
+        storage = t.untyped_storage()
+        if storage.nbytes() != t.numel() * t.element_size() or (storage.data_ptr() in taken and storage.nbytes()):
+            t = t.clone(memory_format=torch.contiguous_format)
+        taken.add(t.untyped_storage().data_ptr())
+        memory[name] = t
+
+
+def _last_uses(plan: Plan) -> list[list[str]]:
+    """For each step, the buffers that no later step reads and no output names."""
+    kept = {v.buffer for _, v in plan.outputs} | set(plan.inputs)
+    last: dict[str, int] = {}
+    for i, s in enumerate(plan.steps):
+        for name in (s.a, *s.b, *s.loads, *s.stores):
+            if name and name not in kept:
+                last[name] = i
+    return [[n for n, i in last.items() if i == step] for step in range(len(plan.steps))]

@@ -1,0 +1,116 @@
+"""Names of a segment's inputs and outputs: the same for every layer of the same structure, and meaningful to a reader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from codetta.capture.normalise import is_parameter, placeholder_name
+from codetta.capture.scope import Border
+from codetta.core.node import Node, postorder, users
+from codetta.core.types import Kind
+from codetta.ir import ops
+
+aten = torch.ops.aten
+
+_BY_KIND = {
+    Kind.TILE: "x",
+    Kind.ROWVEC: "columns",
+    Kind.COLVEC: "rows",
+    Kind.GROUPVEC: "groups",
+    Kind.TABLE: "table",
+    Kind.SCALAR: "scalar",
+}
+_LANES = {"real": "cos", "imag": "sin"}
+_TABLES = {aten.cos.default: "cos", aten.sin.default: "sin"}
+
+
+def input_names(roots: Sequence[Node], borders: dict[Node, Border]) -> dict[Node, str]:
+    """A name for each INPUT under the roots, in the order of first use."""
+    readers = users(roots)
+    leaves = [n for n in postorder(roots) if n.op is ops.INPUT]
+    return dict(zip(leaves, unique(_input_name(borders[n], n, readers) for n in leaves), strict=True))
+
+
+def output_names(roots: Sequence[Node], names: dict[Node, str]) -> list[str]:
+    """A name for each output: of the GEMM that made it, of the input that it is, or the loss."""
+    return unique(_output_name(r, names) for r in roots)
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """The names, a number behind every repetition."""
+    found: list[str] = []
+    for name in names:
+        candidate, count = name, 1
+        while candidate in found:
+            count += 1
+            candidate = f"{name}_{count}"
+        found.append(candidate)
+    return found
+
+
+def layer_of(node: fx.Node) -> str:
+    """The module that a weight belongs to or that an operator was called in: ``model.layers.3``, or ``""``."""
+    if node.op == "placeholder":
+        path = placeholder_name(node) if is_parameter(node) else ""
+    else:
+        stack = node.meta.get("nn_module_stack") or {}
+        path = str(next(reversed(stack.values()))[0]) if stack else ""
+        path = re.sub(r"_modules\.|^L\['self'\]\.?", "", re.sub(r"\['?(\w+)'?\]", r".\1", path)).strip(".")
+    found = re.match(r"(.*?\.?\b\d+)(\.|$)", path)
+    return found.group(1) if found else ""
+
+
+def _input_name(border: Border, n: Node, readers: dict[Node, list[Node]]) -> str:
+    source = border.source
+    if source.op == "placeholder" and is_parameter(source):
+        return _short(placeholder_name(source))
+    if border.type.kind is Kind.TABLE:
+        return _LANES.get(border.lane) or _table_name(source)
+    if border.type.kind is Kind.COLVEC and not border.type.dtype.is_float:
+        return "target"
+    if border.type.kind is Kind.TILE and border.dims is None:
+        return "weight"
+    if border.type.kind is Kind.TILE and all(_adds_to_gemm(n, u) for u in readers[n]):
+        return "residual"
+    return _BY_KIND[border.type.kind]
+
+
+def _short(name: str) -> str:
+    """The last two words of a parameter's name: ``model.layers.0.self_attn.q_proj.weight`` is ``q_proj_weight``."""
+    words = [w for w in re.split(r"\W+", name) if w and not w.isdigit()]
+    short = "_".join(words[-2:])
+    return short if short.isidentifier() else f"p_{short}"
+
+
+def _table_name(source: fx.Node) -> str:
+    """Whether a table is of cosines or of sines, seen from the operators that made it."""
+    for _ in range(8):
+        if source.target in _TABLES:
+            return _TABLES[source.target]
+        inner = source.args[0] if source.args else None
+        if not isinstance(inner, fx.Node):
+            break
+        source = inner
+    return "table"
+
+
+def _adds_to_gemm(n: Node, user: Node) -> bool:
+    others = [a for a in user.args if a is not n]
+    return user.op is ops.ADD and any(m.op is ops.MATMUL for m in postorder(others))
+
+
+def _output_name(root: Node, names: dict[Node, str]) -> str:
+    if root in names:
+        return names[root]
+    order = postorder([root])
+    if root.type.kind is Kind.SCALAR and any(n.op is ops.LSE for n in order):
+        return "loss"
+    last = next((n for n in reversed(order) if n.op is ops.MATMUL), None)
+    if last is None:
+        return "y"
+    weight = next((names[n] for n in postorder([last.args[1]]) if n in names), "y")
+    return weight.removesuffix("_weight")
