@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from codetta.capture.aten_trace import MODE, RESULT, Mode, Policy
-from codetta.capture.autocast import autocast_as, find_casts, result_dtypes
+from codetta.capture.autocast import apply_explicit, autocast_as, explicit_form
 from codetta.capture.inplace import WAS_IN_PLACE, mutated_arguments
 from codetta.capture.peel import is_empty_part, is_full_slice, is_identity, plain_cast
 from codetta.errors import CaptureError
@@ -77,10 +77,11 @@ def rebuild_node(state: Rebuild, node: Node, new: dict[Node, Any]) -> Any:
         args, kwargs = map_arg((args, kwargs), lambda n: _detach(state, n, node))
     elif mode.grad and not state.grad:
         raise CaptureError("gradients are switched on inside a graph that is called with gradients off")
-    if mode.autocast and isinstance(node.target, OpOverload):
-        args, kwargs, whole = _apply_autocast(state, node, args, kwargs, mode)
-        if not whole:
+    if mode.autocast and isinstance(node.target, OpOverload) and _takes_floats(state, args, kwargs):
+        form = explicit_form(node.target, *map_arg((args, kwargs), state.live.__getitem__), mode.autocast)
+        if form is None:
             return _decomposed(state, node, args, kwargs, mode)
+        args, kwargs = apply_explicit(args, kwargs, form, lambda x, dtype: _cast(state, x, dtype, node, mode))
     return _emit(state, node, args, kwargs, mode)
 
 
@@ -156,26 +157,6 @@ def _detach(state: Rebuild, node: Node, like: Node) -> Node:
         cut.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
         state.detached[node] = record(state, cut, value.detach())
     return state.detached[node]
-
-
-def _apply_autocast(state: Rebuild, node: Node, args: Any, kwargs: Any, mode: Mode) -> tuple[Any, Any, bool]:
-    """The arguments with autocast's casts as nodes, and whether the operator can be kept whole."""
-    target: Any = node.target
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    live_args, live_kwargs = map_arg((args, kwargs), state.live.__getitem__)
-    if not any(isinstance(x, Node) and _is_float(state.live[x]) for x in leaves):
-        return args, kwargs, True
-    found = find_casts(target, live_args, live_kwargs, mode.autocast)
-    if found.inside and not found.of_argument and target._can_decompose():
-        return args, kwargs, False
-    for position, dtype in found.of_argument.items():
-        leaves[position] = _cast(state, leaves[position], dtype, node, mode)
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    expected = result_dtypes(target, live_args, live_kwargs, mode.autocast)
-    got = result_dtypes(target, *map_arg((args, kwargs), state.live.__getitem__), ())
-    if got != expected:
-        raise CaptureError(f"autocast makes {target} return {expected}; with explicit casts it returns {got}")
-    return args, kwargs, True
 
 
 def _cast(state: Rebuild, node: Node, dtype: torch.dtype, like: Node, mode: Mode) -> Node:
@@ -281,8 +262,9 @@ def _without_history(value: Tensor) -> Tensor:
     return value.detach().requires_grad_() if value.requires_grad else value
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _takes_floats(state: Rebuild, args: Any, kwargs: Any) -> bool:
+    values = [state.live[x] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Node)]
+    return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
 
 
 def _storage(value: Any) -> int | None:

@@ -177,7 +177,8 @@ class Scope:
         value = fake(outside.source)
         dtype = dtype_of(torch.empty((), dtype=value.dtype.to_real())) if outside.lane else dtype_of(value)
         type_ = Type(kind, dtype, ROWS if atoms(dims, "row") else None, cols)
-        return self.borders.enter(Border(outside.source, type_, dims, outside.lane))
+        source, dims = _before_views(outside.source, dims, self.understood)
+        return self.borders.enter(Border(source, type_, dims, outside.lane))
 
 
 def _device(node: fx.Node) -> torch.device:
@@ -186,7 +187,41 @@ def _device(node: fx.Node) -> torch.device:
     return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
 
+def _before_views(source: fx.Node, dims: Dims, understood: Callable[[fx.Node], bool]) -> tuple[fx.Node, Dims]:
+    """The tensor of which ``source`` is a view with other dimensions of size 1, and how that tensor's dimensions lie.
+
+    Each layer makes its own view of the same cosines and sines; behind the views they are one tensor."""
+    while source.target in SAME_ORDER and isinstance(inner := source.args[0], fx.Node) and not understood(inner):
+        outer_shape, shape = shape_of(fake(source)), shape_of(fake(inner))
+        if [n for n in outer_shape if n != 1] != [n for n in shape if n != 1]:
+            break
+        lead = len(dims) - len(outer_shape)
+        sizes = [1] * lead + list(outer_shape)
+        repeated = [d for d, n in zip(dims, sizes, strict=True) if d and n == 1]
+        kept = iter([d for d, n in zip(dims, sizes, strict=True) if n != 1])
+        source, dims = inner, (*repeated, *(() if n == 1 else next(kept) for n in shape))
+    return source, dims
+
+
 aten = torch.ops.aten
+
+# Operators that keep the elements and their order. ``expand`` is among them for the shape that is there already; a real
+# repetition has more elements.
+SAME_ORDER = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.expand_as.default,
+)
 CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default)
 _FLIPS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default, aten.mT.default)
 

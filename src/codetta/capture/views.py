@@ -21,7 +21,7 @@ from codetta.capture.layout import (
     resized,
     shape_of,
 )
-from codetta.capture.scope import Meaning, Pair, Scope, fake
+from codetta.capture.scope import SAME_ORDER, Meaning, Pair, Scope, fake
 from codetta.errors import UnsupportedError
 from codetta.ir import ops
 from codetta.ir.build import apply, join, mul, part
@@ -232,22 +232,6 @@ def _as_real(s: Scope, x: Any) -> Value:
     return _stacked([Value(v.node, (*v.dims, ())) for v in (real, imag)], at)
 
 
-# ``expand`` is among them for the shape that is there already; a real repetition has more elements and is refused.
-SAME_ORDER = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.view_as.default,
-    aten.reshape_as.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.expand_as.default,
-)
 COPIES = (
     aten.alias.default,
     aten.clone.default,

@@ -83,5 +83,6 @@ def _malformed(p: Program) -> str | None:
 
 
 def is_partial(n: Node) -> bool:
-    """Whether an epilogue (or, for sums over rows, a leftover) writes this value one part per tile."""
-    return n.op in PARTIAL and n.args[0].type.kind is Kind.TILE
+    """Whether an epilogue (or, for sums over rows, a leftover) writes this value one part per tile; what lies inside
+    one tile, a group's reduction, is whole."""
+    return n.op in PARTIAL and n.args[0].type.kind is Kind.TILE and legal.crosses("epilogue", n)

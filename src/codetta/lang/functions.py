@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, overload
 
 from codetta.core.node import Op
 from codetta.core.types import Dim, DType, Kind, f32
@@ -106,6 +106,12 @@ logical_or = _binary(ops.OR, "`a | b` of booleans.")
 logical_not = _unary(ops.NOT, "`~x` of a boolean.")
 
 
+@overload
+def where(condition: Tile, a: Operand, b: Operand) -> Tile: ...
+@overload
+def where(condition: V, a: V | float, b: V | float) -> V: ...
+@overload
+def where(condition: Operand, a: Operand, b: Operand) -> Value: ...
 @_says(ops.WHERE)
 def where(condition: Operand, a: Operand, b: Operand) -> Value:
     """``a`` where the boolean condition holds, else ``b``."""
@@ -118,6 +124,10 @@ def to(x: V, dtype: DType) -> V:
     return make(ops.CAST, x, attrs=(dtype,))  # type: ignore[no-any-return]
 
 
+@overload
+def expand(x: Operand, shape: V | type[V]) -> V: ...
+@overload
+def expand(x: Operand, shape: Annotation) -> Value: ...
 @_says(ops.EXPAND)
 def expand(x: Operand, shape: Value | Annotation | type[Value]) -> Value:
     """x repeated to the shape of a value, or to that of an annotation such as `Tile[4096]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,11 +26,12 @@ MEMORY: tuple[Memory, ...] = ("fast", "balanced", "lean")
 @dataclass(frozen=True, slots=True)
 class Joint:
     """The two halves of a training step. Backward's inputs are forward's inputs, saved values and cotangents, by name;
-    ``saved`` says which forward output each saved value is."""
+    ``saved`` says which forward output each saved value is, ``kept`` which node."""
 
     forward: Graph
     backward: Graph
     saved: tuple[tuple[str, str], ...]
+    kept: tuple[Node, ...]
 
 
 def recomputable(forward: Graph, grads: Iterable[Node], memory: Memory) -> list[Node]:
@@ -48,14 +49,26 @@ def recomputable(forward: Graph, grads: Iterable[Node], memory: Memory) -> list[
     return list(found)
 
 
-def cut(forward: Graph, grads: Mapping[str, Node], cotangents: Iterable[Node], again: Iterable[Node] = ()) -> Joint:
-    """Split the joint graph. ``again`` are stored forward values that backward shall nevertheless make again."""
+def cut(
+    forward: Graph,
+    grads: Mapping[str, Node],
+    cotangents: Iterable[Node],
+    again: Iterable[Node] = (),
+    only: Iterable[Node] | None = None,
+) -> Joint:
+    """Split the joint graph. ``again`` are stored forward values that backward shall nevertheless make again; with
+    ``only``, nothing but these may pass. Raises networkx.NetworkXUnbounded where they do not suffice."""
     cotangents, roots = list(cotangents), list(grads.values())
     late = _depending_on(set(cotangents), roots)
     stored = _stored(forward, set(again))
     needed = _needed(roots, late)
+    # an operand of backward's GEMMs that forward stored: keeping it moves nothing
     free = {a for n in postorder(roots) if n in late and n.op is ops.MATMUL for a in n.args if a in stored}
-    chosen = _cheapest(needed, stored, set(again), free)
+    if only is None:
+        chosen = _cheapest(needed, lambda n: 0 if n in free else _capacity(n, stored, set(again)))
+    else:
+        allowed = set(only)
+        chosen = _cheapest(needed, lambda n: 0 if n in allowed else None)
     narrow = storage_dtype(forward.contractions)
     outputs, names = dict(forward.outputs), {n: name for name, n in reversed(forward.outputs)}
     saved: dict[Node, tuple[str, str]] = {}
@@ -79,7 +92,7 @@ def cut(forward: Graph, grads: Mapping[str, Node], cotangents: Iterable[Node], a
     inputs = [n for n in postorder(bodies) if n.op is ops.INPUT]
     backward = Graph(tuple(inputs), tuple(zip(grads, bodies, strict=True)))
     unique = dict(saved.values())
-    return Joint(Graph(forward.inputs, tuple(outputs.items())), backward, tuple(unique.items()))
+    return Joint(Graph(forward.inputs, tuple(outputs.items())), backward, tuple(unique.items()), tuple(chosen))
 
 
 def _depending_on(sources: set[Node], roots: list[Node]) -> set[Node]:
@@ -114,16 +127,15 @@ def _needed(roots: list[Node], late: set[Node]) -> list[Node]:
     return list(found)
 
 
-def _cheapest(needed: list[Node], stored: dict[Node, Node], again: set[Node], free: set[Node]) -> list[Node]:
+def _cheapest(needed: list[Node], capacity_of: Callable[[Node], int | None]) -> list[Node]:
     """A minimum cut, by bytes written and read, between what cannot be computed again and what is needed.
 
-    ``free`` are operands of backward's GEMMs that forward stored: keeping them moves nothing.
 
     Of equal cuts the one nearest to backward is taken, so a scaled value rather than the raw accumulator."""
     flow: nx.DiGraph[object] = nx.DiGraph()
     flow.add_nodes_from(("need", "have"))
     for n in postorder(needed):
-        capacity = 0 if n in free else _capacity(n, stored, again)
+        capacity = capacity_of(n)
         flow.add_edge((n, "in"), (n, "out"), **({} if capacity is None else {"capacity": capacity}))
         for a in n.args:
             flow.add_edge((a, "out"), (n, "in"))

@@ -11,7 +11,7 @@ from codetta.errors import SettingsError
 from codetta.ir.build import input_
 from codetta.ir.graph import Graph
 from codetta.partition.build import make_plan
-from codetta.partition.cut import MEMORY, Joint, Memory, cut, recomputable
+from codetta.partition.cut import MEMORY, Memory, cut, recomputable
 from codetta.partition.plan import Plan
 from codetta.rules.pipeline import reparameterise, simplify
 
@@ -19,11 +19,15 @@ from codetta.rules.pipeline import reparameterise, simplify
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
     """``saved`` maps backward's inputs to forward's outputs; the backward's other inputs are forward's inputs and the
-    cotangents ``d_<output>``; its outputs are ``d_<input>``."""
+    cotangents ``d_<output>``; its outputs are ``d_<input>``. The graph, reparameterised, and the nodes that were kept
+    serve for backward plans of fewer cotangents."""
 
     forward: Plan
     backward: Plan
     saved: tuple[tuple[str, str], ...]
+    graph: Graph
+    kept: tuple[Node, ...]
+    wrt: tuple[str, ...]
 
 
 def cotangent_name(output: str) -> str:
@@ -63,12 +67,16 @@ def plan_training(graph: Graph, wrt: Collection[str], memory: Memory = "balanced
         if plan.count("leftover") == backward.count("leftover") and len(trial.saved) < len(joint.saved):
             again.append(n)
             joint, backward = trial, plan
-    return TrainingPlan(make_plan(joint.forward), backward, joint.saved)
+    return TrainingPlan(make_plan(joint.forward), backward, joint.saved, forward, joint.kept, tuple(wrt))
+
+
+def plan_for_given(training: TrainingPlan, given: Collection[str]) -> Plan:
+    """The backward plan when only these outputs have a cotangent, from what forward keeps for all of them."""
+    grads, cotangents = derive(training.graph, training.wrt, given)
+    inputs = {n for n in training.graph.inputs if str(n.attrs[0]) in training.backward.inputs}
+    return make_plan(cut(training.graph, grads, cotangents, only=[*training.kept, *inputs]).backward)
 
 
 def plan_inference(graph: Graph) -> Plan:
     """The plan of a captured graph from which no gradient is asked."""
     return make_plan(reparameterise(graph))
-
-
-__all__ = ["Joint", "TrainingPlan", "cotangent_name", "derive", "plan_inference", "plan_training"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from codetta.backends.reference.evaluate import TORCH
+from codetta.backends.reference.evaluate import TORCH, in_groups
 from codetta.core.node import Node
 from codetta.core.types import Kind
 from codetta.errors import PlanError
@@ -26,25 +26,34 @@ def in_tiles(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
 
 
 def partials(n: Node, x: Tensor) -> Tensor:
-    """The parts of a reduction of a Tile: (M, column tiles) for a ColVec, (row tiles, N) for a RowVec."""
+    """The parts of a reduction of a Tile: (M, column tiles) for a ColVec, (row tiles, N) for a RowVec, (M, blocks of
+    whole groups, inside) for a Table, (row tiles, column tiles) for a Scalar."""
     x = x.to(TORCH[n.type.dtype])
     if n.op is ops.LSE:
         return torch.logsumexp(in_tiles(x, 1, TILE_N, -torch.inf), 2)
-    fn, to = n.attrs[0], n.attrs[1]
-    if to not in (Kind.COLVEC, Kind.ROWVEC):
+    fn, to, groups = n.attrs
+    if to is Kind.COLVEC:
+        return _parts(str(fn), x, 1, TILE_N)
+    if to is Kind.ROWVEC:
+        return _parts(str(fn), x, 0, TILE_M)
+    if to is Kind.SCALAR:
+        return _parts(str(fn), _parts(str(fn), x, 1, TILE_N), 0, TILE_M)
+    if to is not Kind.TABLE or not isinstance(groups, int):
         raise PlanError(f"no partial form of {n}")
-    dim, size = (1, TILE_N) if to is Kind.COLVEC else (0, TILE_M)
+    grouped = in_groups(x, groups)
+    return _parts(str(fn), grouped, 1, max(TILE_N // max(grouped.shape[2], 1), 1))
+
+
+def _parts(fn: str, x: Tensor, dim: int, size: int) -> Tensor:
     if fn == "sum":
-        if x.shape[dim] <= size:
-            return x.sum(dim, keepdim=True)
-        return in_tiles(x, dim, size, 0.0).sum(dim + 1)
+        return x.sum(dim, keepdim=True) if x.shape[dim] <= size else in_tiles(x, dim, size, 0.0).sum(dim + 1)
     low = 0.0 if fn == "absmax" else -torch.inf
     return in_tiles(x.abs() if fn == "absmax" else x, dim, size, low).amax(dim + 1)
 
 
 def fold(n: Node, parts: Tensor) -> Tensor:
     """The reduction from its parts, in a fixed order."""
-    dim = 1 if n.type.kind is Kind.COLVEC else 0
     if n.op is ops.LSE:
         return torch.logsumexp(parts, 1)
+    dim = {Kind.ROWVEC: (0,), Kind.SCALAR: (0, 1)}.get(n.type.kind, (1,))
     return parts.sum(dim) if n.attrs[0] == "sum" else parts.amax(dim)

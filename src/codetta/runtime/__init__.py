@@ -1,0 +1,1 @@
+"""From a captured segment to something that PyTorch can call and differentiate."""

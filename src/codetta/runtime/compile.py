@@ -1,0 +1,108 @@
+"""The driver: a captured graph and what is asked of it, to a segment that can run. One line a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+
+from codetta.backends import get_backend
+from codetta.backends.base import Runnable
+from codetta.core.node import postorder
+from codetta.core.types import ROWS, Type
+from codetta.errors import PlanError
+from codetta.ir import ops
+from codetta.ir.graph import Graph
+from codetta.partition.cut import Memory
+from codetta.partition.plan import Plan, plan_text
+from codetta.partition.training import (
+    TrainingPlan,
+    plan_for_given,
+    plan_inference,
+    plan_training,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How segments are compiled: where they run, and what forward keeps for backward."""
+
+    backend: str = "reference"
+    memory: Memory = "balanced"
+
+
+class Segment:
+    """A graph compiled for gradients of the inputs that ask for one; plans are made when first needed."""
+
+    def __init__(self, graph: Graph, wrt: Collection[str], options: Options) -> None:
+        self.graph = graph
+        self.wrt = tuple(str(n.attrs[0]) for n in graph.inputs if str(n.attrs[0]) in wrt)
+        self.options = options
+        self._backward: dict[tuple[str, ...], tuple[Plan, Runnable]] = {}
+
+    @cached_property
+    def training(self) -> TrainingPlan:
+        """The joint plan for the cotangents of all outputs."""
+        return plan_training(self.graph, self.wrt, self.options.memory)
+
+    @cached_property
+    def forward(self) -> Plan:
+        """The forward plan: it writes what backward needs only if a gradient is asked for."""
+        return self.training.forward if self.wrt else plan_inference(self.graph)
+
+    @cached_property
+    def run_forward(self) -> Runnable:
+        """The forward plan on its backend."""
+        return get_backend(self.options.backend)(self.forward)
+
+    @cached_property
+    def results(self) -> list[str]:
+        """The names of what forward returns: the graph's outputs, then the saved values that are none of them."""
+        names = [name for name, _ in self.graph.outputs]
+        return [*names, *(name for name, _ in self.forward.outputs if name not in names)]
+
+    def backward(self, given: tuple[str, ...]) -> tuple[Plan, Runnable]:
+        """The backward plan for cotangents of the outputs ``given`` alone."""
+        if given not in self._backward:
+            everything = tuple(n for n, node in self.graph.outputs if node.type.dtype.is_float)
+            plan = self.training.backward if given == everything else plan_for_given(self.training, given)
+            self._backward[given] = plan, get_backend(self.options.backend)(plan)
+        return self._backward[given]
+
+    @cached_property
+    def kept(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What autograd holds between forward and backward: positions among the inputs, and among the results."""
+        needed, saved = set(self.training.backward.inputs), dict(self.training.saved)
+        held = {saved[name] for name in needed if name in saved}
+        inputs = tuple(i for i, n in enumerate(self.graph.inputs) if str(n.attrs[0]) in needed)
+        return inputs, tuple(i for i, name in enumerate(self.results) if name in held)
+
+    def reached(self, given: Collection[str]) -> set[str]:
+        """The inputs on which these outputs depend: another input's gradient is None, not zero, as in PyTorch."""
+        return {str(n.attrs[0]) for n in postorder(dict(self.graph.outputs)[g] for g in given) if n.op is ops.INPUT}
+
+    @cached_property
+    def row_input(self) -> int:
+        """The position of an input whose first dimension is the token count."""
+        types = {str(n.attrs[0]): n.type for n in self.graph.inputs}
+        found = rows_from(types, types)
+        if found is None:
+            raise PlanError(f"none of the inputs has token rows: {', '.join(types)}")
+        return found
+
+    @cached_property
+    def key(self) -> str:
+        """A content hash: the same segment has the same key in every process, another one another."""
+        text = plan_text(plan_inference(self.graph)) + repr((self.wrt, self.options, self.forward.digest))
+        return sha256(text.encode()).hexdigest()[:32]
+
+    def type_of(self, result: str) -> Type:
+        """The type of one of ``results``."""
+        view = dict(self.forward.outputs)[result]
+        return self.forward.buffers[view.buffer]
+
+
+def rows_from(names: Iterable[str], types: Mapping[str, Type]) -> int | None:
+    """The position of the first value whose leading dimension is the token count; None where none has it."""
+    return next((i for i, name in enumerate(names) if types[name].rows == ROWS), None)
