@@ -223,11 +223,11 @@ def test_numbers_are_not_left_to_python():
 def test_parts_are_named_together():
     q, k, v = build.parts(ACC, split.columns(32, 16, 16))
     eight = build.parts(ACC, Split(1, 8))
-    outputs = {"q": build.mul(q, q), "k": k, "one": build.sub(eight[5], eight[1])}
+    outputs = {"q": build.mul(q, q), "k": k, "five": build.neg(eight[5]), "one": eight[1]}
     assert body(outputs) == (
         "    t1, k, _ = columns(acc, 32, 16, 16)\n"
         "    t2 = equal_columns(acc, 8)\n"
-        "    return dict(q=t1 * t1, k=k, one=t2[5] - t2[1])\n"
+        "    return dict(q=t1 * t1, k=k, five=-t2[5], one=t2[1])\n"
     )
     assert body({"v": build.neg(v)}).splitlines()[0] == "    _, _, t1 = columns(acc, 32, 16, 16)"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 import torch.utils._pytree as pytree
@@ -13,10 +12,10 @@ from codetta.capture.align import Value, check
 from codetta.capture.aten import TABLE, activation_of, is_gemm, reason_for, translate
 from codetta.capture.inplace import PINNED
 from codetta.capture.layout import shape_of
-from codetta.capture.scope import Border, Borders, Meaning, Pair, Scope, dtype_of, fake
+from codetta.capture.scope import Border, Meaning, Pair, Scope, dtype_of, fake
 from codetta.core.node import Node
 from codetta.errors import CodettaError, UnsupportedError
-from codetta.ir.build import cast
+from codetta.ir.build import cast, input_
 
 NOT_NEAR_A_GEMM = "no GEMM needs it and it needs none"
 
@@ -25,15 +24,18 @@ NOT_NEAR_A_GEMM = "no GEMM needs it and it needs none"
 class Growth:
     """What each FX node means, if it is understood, and why not, if it is not.
 
-    An understood value of an earlier stage, and every opaque one, enters a stage as an INPUT. ``reads`` are the
-    arguments whose nodes a value contains, which makes them one segment."""
+    An understood value of an earlier stage, and every opaque one, enters a stage as an INPUT across a border.
+    ``reads`` are the arguments whose nodes a value contains, which makes them one segment; ``enters`` are its borders;
+    ``after`` keeps the order of operators that have effects."""
 
     meaning: dict[fx.Node, Meaning] = field(default_factory=dict)
     stage: dict[fx.Node, int] = field(default_factory=dict)
     reads: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    enters: dict[fx.Node, set[Border]] = field(default_factory=dict)
     reasons: dict[fx.Node, str] = field(default_factory=dict)
     behind_gemm: set[fx.Node] = field(default_factory=set)
-    borders: Borders = field(default_factory=Borders)
+    inputs: dict[Border, Node] = field(default_factory=dict)
+    borders: dict[Node, Border] = field(default_factory=dict)
     after: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
@@ -91,28 +93,50 @@ def _understand(growth: Growth, node: fx.Node, lent: frozenset[fx.Node]) -> None
     outside = {a for a in node.all_input_nodes if a in growth.meaning and (a in lent or not _same_region(a, node))}
     tensors = [a for a in node.all_input_nodes if is_tensor(a)]
     stage = max((growth.stage[a] + (a in outside) for a in tensors), default=0)
-    reads: set[fx.Node] = set()
-    lookup = partial(_read, growth, stage, lent, outside, reads)
-    scope = Scope(node, lookup, growth.meaning.__contains__, growth.borders)
+    around = _Around(growth, stage, lent, outside)
+    scope = Scope(node, around)
     meaning = _item(scope) if _is_getitem(node) else _stored(node, translate(scope))
-    growth.meaning[node], growth.stage[node], growth.reads[node] = meaning, stage, reads
-    if scope.contracts or reads & growth.behind_gemm:
+    growth.meaning[node], growth.stage[node] = meaning, stage
+    growth.reads[node], growth.enters[node] = around.reads, around.enters
+    if scope.contracts or around.reads & growth.behind_gemm:
         growth.behind_gemm.add(node)
 
 
-def _read(
-    growth: Growth, stage: int, lent: frozenset[fx.Node], outside: set[fx.Node], reads: set[fx.Node], arg: fx.Node
-) -> Meaning | None:
-    """What an argument means in ``stage``; an understood tensor of an earlier one keeps its layout."""
-    found = growth.meaning.get(arg)
-    if found is None or arg in lent:
-        return None
-    if growth.stage[arg] == stage and arg not in outside:
-        reads.add(arg)
-        return found
-    if not isinstance(found, Value):
-        raise UnsupportedError(f"{arg.name} is not one tensor and belongs to an earlier segment")
-    return Value(growth.borders.enter(Border(arg, found.node.type, found.dims)), found.dims)
+@dataclass(slots=True)
+class _Around:
+    """What an operator in translation sees of the values before it, and what it has looked at."""
+
+    growth: Growth
+    stage: int
+    lent: frozenset[fx.Node]
+    outside: set[fx.Node]
+    reads: set[fx.Node] = field(default_factory=set)
+    enters: set[Border] = field(default_factory=set)
+
+    def lookup(self, arg: fx.Node) -> Meaning | None:
+        """What an argument means in this stage; an understood tensor of an earlier one keeps its layout."""
+        found = self.growth.meaning.get(arg)
+        if found is None or arg in self.lent:
+            return None
+        if self.growth.stage[arg] == self.stage and arg not in self.outside:
+            self.reads.add(arg)
+            return found
+        if not isinstance(found, Value):
+            raise UnsupportedError(f"{arg.name} is not one tensor and belongs to an earlier segment")
+        return Value(self.enter(Border(arg, found.node.type, found.dims)), found.dims)
+
+    def understood(self, arg: fx.Node) -> bool:
+        """Whether a node means anything, here or in an earlier stage."""
+        return arg in self.growth.meaning
+
+    def enter(self, border: Border) -> Node:
+        """The INPUT node of a border."""
+        self.enters.add(border)
+        inputs = self.growth.inputs
+        if border not in inputs:
+            inputs[border] = input_(f"{border.source.name}/{len(inputs)}", border.type)
+            self.growth.borders[inputs[border]] = border
+        return inputs[border]
 
 
 def _stored(node: fx.Node, meaning: Meaning) -> Meaning:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from codetta.core.node import Node
 from codetta.core.types import ROWS, DType, Kind, Type
 from codetta.errors import UnsupportedError
 from codetta.ir.build import Value as Operand
-from codetta.ir.build import as_node, cast, input_
+from codetta.ir.build import as_node, cast
 
 Lane = Literal["", "real", "imag"]
 
@@ -52,19 +52,17 @@ class Border:
     lane: Lane = ""
 
 
-@dataclass(slots=True)
-class Borders:
-    """The inputs made so far, each once."""
+class Surroundings(Protocol):
+    """What surrounds an operator in translation."""
 
-    nodes: dict[Border, Node] = field(default_factory=dict)
-    of: dict[Node, Border] = field(default_factory=dict)
+    def lookup(self, arg: fx.Node) -> Meaning | None:
+        """What an argument means here; ``None`` if it comes from outside."""
+
+    def understood(self, arg: fx.Node) -> bool:
+        """Whether a node means anything, here or elsewhere."""
 
     def enter(self, border: Border) -> Node:
         """The INPUT node of a border."""
-        if border not in self.nodes:
-            made = input_(f"{border.source.name}/{len(self.nodes)}", border.type)
-            self.nodes[border], self.of[made] = made, border
-        return self.nodes[border]
 
 
 def fake(node: fx.Node) -> torch.Tensor:
@@ -84,13 +82,10 @@ def dtype_of(value: torch.Tensor) -> DType:
 
 @dataclass(slots=True)
 class Scope:
-    """One operator in translation. ``lookup`` says what an argument means here, ``None`` if it comes from outside;
-    ``understood`` whether a node means anything at all."""
+    """One operator in translation; a rule that makes it a GEMM sets ``contracts``."""
 
     node: fx.Node
-    lookup: Callable[[fx.Node], Meaning | None]
-    understood: Callable[[fx.Node], bool]
-    borders: Borders
+    around: Surroundings
     contracts: bool = False
 
     @property
@@ -103,16 +98,20 @@ class Scope:
         """The dtype of the operator's result."""
         return dtype_of(fake(self.node))
 
+    def lookup(self, arg: Any) -> Meaning | None:
+        """What an argument means here; ``None`` if it comes from outside or is no tensor."""
+        return self.around.lookup(arg) if isinstance(arg, fx.Node) else None
+
     def value(self, arg: Any) -> Value:
         """The meaning of an argument that must be an understood tensor."""
-        found = self.lookup(arg) if isinstance(arg, fx.Node) else None
+        found = self.lookup(arg)
         if not isinstance(found, Value):
             raise UnsupportedError(f"its input {arg} stays with PyTorch")
         return found
 
     def activation(self, arg: Any) -> Value:
         """The meaning of an argument; from outside, its last dimension is taken as the columns, the others as rows."""
-        found = self.lookup(arg) if isinstance(arg, fx.Node) else None
+        found = self.lookup(arg)
         if found is None and isinstance(arg, fx.Node) and fake(arg).dim() >= 2:
             dims = natural(shape_of(fake(arg)))
             form = form_of(shape_of(fake(arg)), dims)
@@ -143,20 +142,20 @@ class Scope:
         """The (rows, columns) matrix behind an argument, and whether the argument is its transpose."""
         if not isinstance(arg, fx.Node) or self.lookup(arg) is not None:
             raise UnsupportedError(f"the matrix {arg} is computed in the same segment")
-        source, casts, flipped = _behind(arg, self.understood)
+        source, casts, flipped = _behind(arg, self.around.understood)
         if fake(source).dim() != 2:
             raise UnsupportedError(f"{source.name} is no matrix")
         rows, cols = shape_of(fake(source))
         if not (isinstance(rows, int) and isinstance(cols, int)):
             raise UnsupportedError(f"the matrix {source.name} has no fixed shape")
-        found = self.borders.enter(Border(source, Type(Kind.TILE, dtype_of(fake(source)), rows, cols)))
+        found = self.around.enter(Border(source, Type(Kind.TILE, dtype_of(fake(source)), rows, cols)))
         for dtype in casts:
             found = cast(found, dtype)
         return found, flipped
 
     def complex_lanes(self, arg: Any) -> tuple[Value | Outside, Value | Outside]:
         """The real and the imaginary part of a complex argument."""
-        found = self.lookup(arg) if isinstance(arg, fx.Node) else None
+        found = self.lookup(arg)
         if isinstance(found, Pair):
             return found.real, found.imag
         if found is not None or not fake(arg).is_complex():
@@ -177,8 +176,8 @@ class Scope:
         value = fake(outside.source)
         dtype = dtype_of(torch.empty((), dtype=value.dtype.to_real())) if outside.lane else dtype_of(value)
         type_ = Type(kind, dtype, ROWS if atoms(dims, "row") else None, cols)
-        source, dims = _before_views(outside.source, dims, self.understood)
-        return self.borders.enter(Border(source, type_, dims, outside.lane))
+        source, dims = _before_views(outside.source, dims, self.around.understood)
+        return self.around.enter(Border(source, type_, dims, outside.lane))
 
 
 def _device(node: fx.Node) -> torch.device:

@@ -127,23 +127,9 @@ def _parts(growth: Growth, order: dict[fx.Node, int]) -> list[_Part]:
 
 def _shared_activations(growth: Growth, n: fx.Node) -> Iterable[object]:
     """What makes nodes that read the same activation one segment: sibling GEMMs, which then become one."""
-    meaning = growth.meaning[n]
-    if isinstance(meaning, Value):
-        for leaf in _leaves(meaning.node):
-            border = growth.borders.of[leaf]
-            if border.dims is not None and border.type.kind is Kind.TILE:
-                yield border.source, border.dims, growth.stage[n], n.meta.get("ac_graph_id")
-
-
-def _leaves(n: Node) -> list[Node]:
-    """The INPUT nodes among the arguments of ``n``, seen through casts."""
-    found: list[Node] = []
-    for a in n.args:
-        while a.op is ops.CAST:
-            (a,) = a.args
-        if a.op is ops.INPUT:
-            found.append(a)
-    return found
+    for border in growth.enters[n]:
+        if border.dims is not None and border.type.kind is Kind.TILE:
+            yield border.source, border.dims, growth.stage[n], n.meta.get("ac_graph_id")
 
 
 def _needed(graph: fx.Graph, growth: Growth) -> set[fx.Node]:
@@ -153,7 +139,7 @@ def _needed(graph: fx.Graph, growth: Growth) -> set[fx.Node]:
     while todo:
         n = todo.pop()
         if n in growth.meaning:
-            behind = [growth.borders.of[m].source for m in postorder([_value(growth, n).node]) if m.op is ops.INPUT]
+            behind = [growth.borders[m].source for m in postorder([_value(growth, n).node]) if m.op is ops.INPUT]
         else:
             behind = [a for a in n.all_input_nodes if is_tensor(n) or n.op == "output" or not is_tensor(a)]
         new = [a for a in behind if a not in seen]
@@ -178,7 +164,7 @@ def _threaded(growth: Growth, parts: list[_Part]) -> dict[tuple[int, Node], tupl
     found: dict[tuple[int, Node], tuple[int, int]] = {}
     for i, p in enumerate(parts):
         for leaf in p.inputs():
-            border = growth.borders.of[leaf]
+            border = growth.borders[leaf]
             wanted = border.dims is not None and border.type.kind is Kind.TILE
             if not (wanted and border.source.meta["val"].requires_grad):
                 continue
@@ -207,7 +193,7 @@ def _segment(
     threads: dict[tuple[int, Node], tuple[int, int]],
 ) -> Segment:
     roots = list(part.outputs)
-    borders = {leaf: growth.borders.of[leaf] for leaf in part.inputs()}
+    borders = {leaf: growth.borders[leaf] for leaf in part.inputs()}
     names = input_names(roots, borders)
     renamed = {leaf: input_(name, leaf.type) for leaf, name in names.items()}
     outputs = zip(output_names(roots, names), substitute(roots, renamed), strict=True)

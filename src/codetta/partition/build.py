@@ -65,7 +65,8 @@ def _reason(d: Draft, schedule: Schedule) -> str:
         if n in schedule.left:
             return schedule.left[n]
     if d.time[0] == 0:
-        sources = sorted({str(s.node.attrs[0]) for s in d.reads.values() if s.node.type.kind is Kind.TILE})
+        reads = (s.node for s in d.reads.values() if s.node.op is ops.INPUT and s.node.type.kind is Kind.TILE)
+        sources = sorted({str(n.attrs[0]) for n in reads})
         return f"no GEMM here produces {', '.join(sources) or 'its operands'}: what comes from outside is read once"
     gemm = schedule.order[d.time[0] - 1]
     needs = sorted({str(n) for n in d.computed if schedule.time[n] == d.time and n.type.kind is not Kind.TILE})

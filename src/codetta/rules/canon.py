@@ -287,7 +287,7 @@ def part_of_join(n: Node) -> Node | None:
     """Columns put together and taken apart again."""
     if n.op is ops.PART and n.args[0].op is ops.JOIN and n.args[0].attrs[0] == n.attrs[0]:
         index = n.attrs[1]
-        return expand(n.args[0].args[index], n.type) if isinstance(index, int) else None
+        return cast(expand(n.args[0].args[index], n.type), n.type.dtype) if isinstance(index, int) else None
     return None
 
 

@@ -79,7 +79,7 @@ def variance_in_one_pass(n: Node) -> Node | None:
     if d is not same or d.op is not ops.SUB:
         return None
     x, mean = d.args
-    if isinstance(x.type.cols, int) and _is_mean(mean, x):
+    if x.type.kind is Kind.TILE and isinstance(x.type.cols, int) and _is_mean(mean, x):
         return sub(sum_row(mul(x, x)), mul(mul(mean, mean), float(x.type.cols)))
     return None
 

@@ -1,0 +1,169 @@
+"""The entry point of torch.compile: a Dynamo graph in, a callable with segments in it out."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.registry import lookup_backend
+from torch.fx import GraphModule
+
+from codetta import settings
+from codetta.capture.logits import NoLogits, logits_outputs, outputs_of, without_outputs
+from codetta.capture.normalise import ignore_warning_loggers, normalise
+from codetta.capture.options import BackendOptions, parse
+from codetta.capture.segment import Capture, Segment, cut
+from codetta.capture.splice import splice
+from codetta.capture.wide import double_precision, widened
+from codetta.ir.graph import Graph
+from codetta.runtime import library, registry
+from codetta.runtime.compile import Options
+from codetta.runtime.compile import Segment as Compiled
+
+Run = Callable[..., Any]
+log = logging.getLogger("codetta")
+OPS = library.LIBRARY  # importing the library registers the ops that spliced graphs call
+ignore_warning_loggers()
+
+
+@dataclass(slots=True)
+class CapturedGraph:
+    """One graph that Dynamo handed over: normalised, cut, and with the content key of each segment."""
+
+    gm: GraphModule
+    capture: Capture
+    keys: list[str] = field(default_factory=list)
+
+    def compiled(self) -> Iterator[tuple[Segment, Compiled]]:
+        """Each captured segment with what it was compiled to."""
+        yield from zip(self.capture.segments, (registry.segment_of(k) for k in self.keys), strict=True)
+
+    def given(self, index: int) -> tuple[str, ...]:
+        """The outputs of a segment that get a gradient in a usual step: where the graph returns a loss, what it merely
+        returns besides gets none."""
+        returned = [n for n in outputs_of(self.gm) if isinstance(n, fx.Node)]
+        losses = [n for n in returned if _is_loss(n)]
+        found = []
+        for j, (name, node) in enumerate(self.capture.segments[index].graph.outputs):
+            at = [n for n, place in self.capture.place.items() if place == (index, j)]
+            threaded = any(f.made_by == (index, j) for s in self.capture.segments for f in s.feeds)
+            only_returned = at and not threaded and all(_only_returned(n) for n in at)
+            if node.type.dtype.is_float and not (losses and only_returned and not any(n in losses for n in at)):
+                found.append(name)
+        return tuple(found)
+
+
+def _is_loss(n: fx.Node) -> bool:
+    value = n.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
+
+
+def _only_returned(n: fx.Node) -> bool:
+    return all(u.op == "output" or _only_returned(u) for u in n.users)
+
+
+_RECORDERS: list[list[CapturedGraph]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[CapturedGraph]]:
+    """Collect what is captured while the context is open."""
+    found: list[CapturedGraph] = []
+    _RECORDERS.append(found)
+    try:
+        yield found
+    finally:
+        _RECORDERS.remove(found)
+
+
+def captured(model: Run, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> list[CapturedGraph]:
+    """The graphs of one call of ``model``, in order. Works on the meta device, where nothing is computed."""
+    with recording() as found:
+        torch.compile(model, backend=partial(backend, options={"inner": "eager", **(options or {})}))(*args, **kwargs)
+    return found
+
+
+def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Run:
+    """Compile a graph of Dynamo's. What is understood runs as segments, the rest as PyTorch runs it."""
+    chosen = parse(options)
+    device = _device(example_inputs)
+    if settings.disabled():
+        return _inner(chosen, device)(gm, example_inputs)
+    if device == "cuda" and chosen.kernels != "reference":
+        warnings.warn(
+            "codetta has no kernels for this GPU yet; the graph goes to Inductor unchanged. "
+            "options={'kernels': 'reference'} runs it on PyTorch operators, slowly",
+            stacklevel=2,
+        )
+        return _inner(chosen, device)(gm, example_inputs)
+    graph = normalise(gm, example_inputs)
+    if chosen.widen:
+        graph = widened(graph)
+    hidden = logits_outputs(graph) if chosen.logits == "never" else []
+    fakes = without_outputs(graph, hidden)
+    if chosen.rewrite:
+        graph = _rewritten(graph, chosen)
+    run = _inner(chosen, device)(graph, example_inputs)
+    run = _in_modes(run, [device, "cpu"], chosen.widen)
+    return _with_placeholders(run, hidden, fakes) if hidden else run
+
+
+def _rewritten(graph: GraphModule, chosen: BackendOptions) -> GraphModule:
+    found = CapturedGraph(graph, cut(graph))
+    keys: dict[tuple[Graph, tuple[bool, ...]], str] = {}
+
+    def register(segment: Graph, requires_grad: tuple[bool, ...]) -> str:
+        wanted = requires_grad if torch.is_grad_enabled() else (False,) * len(requires_grad)
+        key = registry.register(segment, wanted, Options(memory=chosen.memory))
+        keys[segment, requires_grad] = key
+        return key
+
+    spliced = splice(graph, found.capture, register)
+    found.keys = [keys[s.graph, s.requires_grad] for s in found.capture.segments]
+    for recorder in _RECORDERS:
+        recorder.append(found)
+    log.info("%d segments, %d opaque calls", len(found.capture.segments), len(found.capture.opaque))
+    return spliced
+
+
+def _device(example_inputs: Sequence[Any]) -> str:
+    kinds = {x.device.type for x in example_inputs if isinstance(x, Tensor)}
+    return "cuda" if "cuda" in kinds else next(iter(kinds - {"cpu"}), "cpu")
+
+
+def _inner(chosen: BackendOptions, device: str) -> Callable[[GraphModule, Sequence[Any]], Run]:
+    """Who runs the graph around the segments."""
+    name = chosen.inner if chosen.inner != "auto" else "inductor" if device == "cuda" else "eager"
+    return lookup_backend(name)
+
+
+def _in_modes(run: Run, devices: Sequence[str], widen: bool) -> Run:
+    """Casts are explicit in the graph, so autocast must not add its own."""
+
+    def call(*args: Any) -> Any:
+        with ExitStack() as modes:
+            for d in devices:
+                if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d):
+                    modes.enter_context(torch.autocast(d, enabled=False))
+            if widen:
+                modes.enter_context(double_precision())
+            return run(*args)
+
+    return call
+
+
+def _with_placeholders(run: Run, positions: list[int], fakes: list[Tensor]) -> Run:
+    def call(*args: Any) -> Any:
+        found = list(run(*args))
+        for i, fake in zip(positions, fakes, strict=True):
+            found[i] = NoLogits.like(fake)
+        return tuple(found)
+
+    return call

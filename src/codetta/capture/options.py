@@ -1,0 +1,47 @@
+"""What a user may ask of the backend: ``torch.compile(model, backend="codetta", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from codetta.errors import SettingsError
+from codetta.partition.cut import MEMORY, Memory
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "logits": ("auto", "always", "never"),
+    "memory": MEMORY,
+    "inner": ("auto", "eager", "aot_eager", "inductor"),
+    "kernels": ("auto", "reference"),
+    "rewrite": (True, False),
+    "widen": (True, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """``logits``: "auto" returns what the model returns, "never" a placeholder that raises when it is used.
+    ``memory``: what forward keeps for backward ("fast" most, "lean" least). ``inner``: who runs what is no segment
+    ("auto": eager on a CPU, Inductor on a GPU). ``kernels``: "reference" runs segments on PyTorch operators also on a
+    GPU. For the bisecting and testing: ``rewrite=False`` leaves the captured graph as it is, ``widen=True`` runs it in
+    float64 whatever casts it contains."""
+
+    logits: str = "auto"
+    memory: Memory = "balanced"
+    inner: str = "auto"
+    kernels: str = "auto"
+    rewrite: bool = True
+    widen: bool = False
+
+
+def parse(given: Mapping[str, Any] | None) -> BackendOptions:
+    """The options given, checked: SettingsError names what is wrong and what there is."""
+    given = dict(given or {})
+    known = {f.name for f in fields(BackendOptions)}
+    for name, value in given.items():
+        if name not in known:
+            raise SettingsError(f"no option {name!r}", hint=f"there are: {', '.join(sorted(known))}")
+        if value not in CHOICES[name]:
+            raise SettingsError(f"option {name}={value!r}", hint=f"one of {', '.join(map(repr, CHOICES[name]))}")
+    return BackendOptions(**given)
