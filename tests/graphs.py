@@ -12,7 +12,8 @@ import twin
 from torch import Tensor
 from twin import Twin
 
-from codetta.core.types import Kind, Type, colvec, f64, groupvec, i32, rowvec, scalar, table, tile
+from codetta.backends.reference.evaluate import TORCH
+from codetta.core.types import DType, Kind, Type, colvec, f64, groupvec, i32, rowvec, scalar, table, tile
 from codetta.ir.graph import Graph
 from codetta.ir.split import ADJACENT, Split, columns, halves
 
@@ -26,6 +27,7 @@ class Draw:
 
     random: Random
     rows: int = 5
+    dtype: DType = f64
     inputs: dict[str, Twin] = field(default_factory=dict)
     tiles: list[Twin] = field(default_factory=list)
 
@@ -43,6 +45,7 @@ class Draw:
     def leaf(self, type_: Type, prefix: str, size: float = 1.0, shift: float = 0.0) -> Twin:
         """A fresh input, normally distributed."""
         value = torch.randn(twin.shape(type_, self.rows), generator=self.torch, dtype=torch.float64) * size + shift
+        value = value.to(TORCH[type_.dtype]).double()
         made = twin.leaf(f"{prefix}{len(self.inputs)}", type_, value)
         self.inputs[str(made.node.attrs[0])] = made
         return made
@@ -57,15 +60,15 @@ class Draw:
     def tile(self, cols: int) -> Twin:
         """A Tile of that width: one made before, or a fresh one."""
         known = [t for t in self.tiles if t.cols == cols]
-        return self.pick(known) if known and self.chance(80) else self.leaf(tile(cols, f64), "x")
+        return self.pick(known) if known and self.chance(80) else self.leaf(tile(cols, self.dtype), "x")
 
     def weight(self, rows: int, cols: int) -> Twin:
         """A weight; now and then one that is used before, or made of others by a map."""
         known = [t for n, t in self.inputs.items() if n[0] == "w" and (t.node.type.rows, t.cols) == (rows, cols)]
         if known and self.chance(20):
             return self.pick(known)
-        w = self.leaf(tile(cols, f64, rows=rows), "w", cols**-0.5)
-        return w * self.leaf(rowvec(cols, f64), "g", 0.3, 1.0) if self.chance(5) else w
+        w = self.leaf(tile(cols, self.dtype, rows=rows), "w", cols**-0.5)
+        return w * self.leaf(rowvec(cols, self.dtype), "g", 0.3, 1.0) if self.chance(5) else w
 
 
 # --- steps: each makes a Tile of a Tile ---------------------------------------------------------------------------------
@@ -75,7 +78,8 @@ def linear(d: Draw, x: Twin) -> Twin:
     """A GEMM with a fresh weight, sometimes with a bias."""
     out = d.pick(WIDTHS)
     z = twin.matmul(x, d.weight(out, x.cols)) if d.chance(85) else twin.matmul(x, d.weight(x.cols, out), "nn")
-    return z + d.leaf(rowvec(out, f64), "b") if d.chance(25) else z
+    z = twin.cast(z, d.dtype)
+    return z + d.leaf(rowvec(out, d.dtype), "b") if d.chance(25) else z
 
 
 def siblings(d: Draw, x: Twin) -> Twin:
@@ -96,7 +100,7 @@ def residual(d: Draw, x: Twin) -> Twin:
 
 def vector(d: Draw, x: Twin) -> Twin:
     """A Tile and a vector, a number per group, a table or a number, in either order."""
-    kinds = (rowvec(x.cols, f64), colvec(f64), groupvec(2, f64), table(x.cols // 2, f64), scalar(f64))
+    kinds = (rowvec(x.cols, d.dtype), colvec(d.dtype), groupvec(2, d.dtype), table(x.cols // 2, d.dtype), scalar(d.dtype))
     v = d.leaf(d.pick(kinds), "v") if d.chance(85) else d.pick((2.0, -0.5, 0.0, 1.0))
     f = d.pick((twin.add, twin.sub, twin.mul, twin.mul))
     return f(x, v) if d.chance(70) else f(v, x)
@@ -104,20 +108,20 @@ def vector(d: Draw, x: Twin) -> Twin:
 
 def rms(d: Draw, x: Twin) -> Twin:
     """RMSNorm with a random gain or none."""
-    return twin.rms_norm(x, d.leaf(rowvec(x.cols, f64), "g", 0.3, 1.0) if d.chance(80) else None)
+    return twin.rms_norm(x, d.leaf(rowvec(x.cols, d.dtype), "g", 0.3, 1.0) if d.chance(80) else None, d.dtype)
 
 
 def layer(d: Draw, x: Twin) -> Twin:
     """LayerNorm with gain and bias, or without."""
-    gain = d.leaf(rowvec(x.cols, f64), "g", 0.3, 1.0) if d.chance(80) else None
-    bias = d.leaf(rowvec(x.cols, f64), "b") if d.chance(50) else None
-    return twin.layer_norm(x, gain, bias)
+    gain = d.leaf(rowvec(x.cols, d.dtype), "g", 0.3, 1.0) if d.chance(80) else None
+    bias = d.leaf(rowvec(x.cols, d.dtype), "b") if d.chance(50) else None
+    return twin.layer_norm(x, gain, bias, d.dtype)
 
 
 def head_norm(d: Draw, x: Twin) -> Twin:
     """A norm over the inside of each group, as for q and k."""
     r = twin.rsqrt(twin.reduce(x * x, "sum", Kind.GROUPVEC, 2) * (2 / x.cols) + 1e-4)
-    return x * r * d.leaf(table(x.cols // 2, f64), "t") if d.chance(30) else x * r
+    return x * r * d.leaf(table(x.cols // 2, d.dtype), "t") if d.chance(30) else x * r
 
 
 def gated(d: Draw, x: Twin) -> Twin:
@@ -133,10 +137,10 @@ def rotated(d: Draw, x: Twin) -> Twin:
     groups = d.pick((1, 2))
     inside = x.cols // groups
     if d.chance(50):
-        cos, sin = (d.leaf(table(inside, f64), "t") for _ in range(2))
+        cos, sin = (d.leaf(table(inside, d.dtype), "t") for _ in range(2))
         a, b = twin.parts(x, halves(groups))
         return x * cos + twin.join(halves(groups), -b, a) * sin
-    cos, sin = (d.leaf(table(inside // 2, f64), "t") for _ in range(2))
+    cos, sin = (d.leaf(table(inside // 2, d.dtype), "t") for _ in range(2))
     a, b = twin.parts(x, ADJACENT)
     return twin.join(ADJACENT, a * cos - b * sin, a * sin + b * cos)
 
@@ -206,19 +210,48 @@ class Drawn:
         return {n: t.value.detach() for n, t in self.inputs.items()}
 
 
-def draw(random: Random, steps: Sequence[Step] = USUAL + ODD, most: int = 10, rows: int = 5) -> Drawn:
+def vectors(d: Draw, x: Twin) -> list[Twin]:
+    """Outputs that are no Tiles, of Tiles and of inputs alone, and a weight's."""
+    w = d.leaf(tile(4, d.dtype, rows=6), "w")
+    g = d.leaf(rowvec(x.cols, d.dtype), "g")
+    row = d.leaf(colvec(d.dtype), "v")
+    made = [
+        g,
+        row,
+        w,
+        w * 2.0,
+        twin.tanh(g),
+        twin.sigmoid(row) * 2.0,
+        d.leaf(table(x.cols // 2, d.dtype), "t") * row,
+        twin.reduce(w, "sum", Kind.SCALAR),
+        twin.reduce(x, "sum", Kind.GROUPVEC, 2),
+        twin.reduce(x, "absmax", Kind.TABLE, 2),
+        twin.reduce(x, "max", Kind.SCALAR),
+        twin.sum_col(twin.tanh(x)),
+        twin.logsumexp_row(x),
+        twin.select_column(x, d.index(x.cols)) * row,
+        d.leaf(scalar(d.dtype), "s"),
+    ]
+    return [d.pick(made) for _ in range(d.random.randrange(1, 4))]
+
+
+def draw(
+    random: Random, steps: Sequence[Step] = USUAL + ODD, most: int = 10, rows: int = 5, dtype: DType = f64
+) -> Drawn:
     """A random graph: outputs anywhere, values used twice, an unused input, an output that is an input or is given
     twice."""
-    d = Draw(random, rows)
-    d.tiles.append(d.leaf(tile(d.pick(WIDTHS), f64), "x"))
+    d = Draw(random, rows, dtype)
+    d.tiles.append(d.leaf(tile(d.pick(WIDTHS), dtype), "x"))
     for _ in range(random.randrange(1, most)):
         x = d.tiles[-1] if d.chance(70) else d.pick(d.tiles)
-        d.tiles.append(d.pick(steps)(d, x))
+        d.tiles.append(twin.cast(d.pick(steps)(d, x), dtype))
     chosen = [d.tiles[-1], *(t for t in d.tiles[:-1] if d.chance(20))]
     if d.chance(15):
         chosen.append(chosen[0])
+    if d.chance(15) and steps != NORMS:
+        chosen += vectors(d, d.tiles[-1])
     if d.chance(10):
-        d.leaf(rowvec(4, f64), "unused")
+        d.leaf(rowvec(4, dtype), "unused")
     return finish(d, chosen)
 
 

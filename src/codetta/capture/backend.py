@@ -16,7 +16,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
 from codetta import settings
-from codetta.capture.logits import NoLogits, logits_outputs, outputs_of, without_outputs
+from codetta.capture.logits import THROUGH, NoLogits, logits_outputs, outputs_of, without_outputs
 from codetta.capture.normalise import ignore_warning_loggers, normalise
 from codetta.capture.options import BackendOptions, parse
 from codetta.capture.segment import Capture, Segment, cut
@@ -66,7 +66,8 @@ def _is_loss(n: fx.Node) -> bool:
 
 
 def _only_returned(n: fx.Node) -> bool:
-    return all(u.op == "output" or _only_returned(u) for u in n.users)
+    """Whether nothing but the caller reads a value or a view of it."""
+    return all(u.op == "output" or (u.target in THROUGH and _only_returned(u)) for u in n.users)
 
 
 _RECORDERS: list[list[CapturedGraph]] = []
@@ -85,7 +86,9 @@ def recording() -> Iterator[list[CapturedGraph]]:
 
 def captured(model: Run, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> list[CapturedGraph]:
     """The graphs of one call of ``model``, in order. Works on the meta device, where nothing is computed."""
-    with recording() as found:
+    # every call compiles the same code once more, which is no reason for Dynamo to give up
+    unlimited = torch._dynamo.config.patch(recompile_limit=1_000_000, accumulated_recompile_limit=1_000_000)
+    with unlimited, recording() as found:
         torch.compile(model, backend=partial(backend, options={"inner": "eager", **(options or {})}))(*args, **kwargs)
     return found
 

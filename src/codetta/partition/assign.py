@@ -100,7 +100,7 @@ class _Assign:
         i, s = self.time[n]
         if n.op is ops.SELECT and s % 2 == 1:  # complete when its epilogue is done: nothing to fold
             s -= 1
-        self.written[slot] = (i, s)
+        self.written[slot] = (i, s) if (i, s) != START else (0, 1)  # a vector made of inputs alone
         return slot
 
     def build(self, t: Time) -> None:
@@ -149,11 +149,12 @@ class _Assign:
         t = self.time[n]
         if t == d.time:
             return self._folded(n, d.time)
+        if d.is_finalize and self._from_vectors(n):
+            return None
         if self._in_memory(n, d.time):
             return Slot(self.rounded.get(n, n))
         if n.type.kind is not Kind.TILE:
-            pure = t == START or (d.is_finalize and self._from_vectors(n))
-            return None if pure else self.need(n)
+            return None if t == START else self.need(n)
         # what a leftover would make is made here; of a value taken in parts, the whole is stored
         if t[1] >= 2 or n.op is ops.PART or self._cheap(n, d):
             return None

@@ -151,7 +151,7 @@ def _capacity(n: Node, stored: dict[Node, Node], again: set[Node]) -> int | None
     """What keeping ``n`` costs in bytes; None where it cannot be kept."""
     if n in again or (not n.args and n.op is not ops.INPUT):
         return None
-    if n.op is ops.PART and n.args[0].op is not ops.INPUT:
+    if n.op is ops.PART:
         return None  # the whole is kept
     if n.op is ops.INPUT or n in stored:
         return 1 + bytes_of(stored.get(n, n).type)

@@ -1,0 +1,77 @@
+"""The accuracy bar: how far from float64 a result may be, measured against PyTorch eager in the same dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """The relative errors of one tensor against float64: ours, and eager's in the same dtype."""
+
+    ours: float
+    eager: float
+    dtype: torch.dtype
+
+    @property
+    def ratio(self) -> float:
+        """Ours over eager's, each counted as at least an eighth of a unit in the last place.
+
+        A tensor that is rounded once, to nearest, is about a fifth of a unit away. What is closer is exact or a lucky
+        scalar, and a ratio of two such errors says nothing."""
+        least = torch.finfo(self.dtype).eps / 8
+        return max(self.ours, least) / max(self.eager, least)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Each tensor: at most ``factor`` times eager's error plus ``units`` in the last place. All tensors together: the
+    geometric mean of the ratios at most ``mean``."""
+
+    factor: float = 1.10
+    units: float = 0.5
+    mean: float = 1.0
+
+    def limit(self, errors: Errors) -> float:
+        """The largest error that this tensor may have."""
+        return self.factor * errors.eager + self.units * torch.finfo(errors.dtype).eps
+
+    def why_not(self, errors: Errors) -> str | None:
+        """The reason this tensor misses the bar, or None if it clears it."""
+        limit = self.limit(errors)
+        if errors.ours <= limit:
+            return None
+        return f"relative error {errors.ours:.3g}, eager's is {errors.eager:.3g}: at most {limit:.3g} is allowed"
+
+    def why_not_all(self, errors: Iterable[Errors]) -> str | None:
+        """The reason these tensors together miss the bar, or None if they clear it."""
+        found = geometric_mean(e.ratio for e in errors)
+        if found <= self.mean:
+            return None
+        return f"the geometric mean of ours over eager's is {found:.4g}: at most {self.mean:.4g} is allowed"
+
+
+def relative_error(got: Tensor, reference: Tensor) -> float:
+    """``||got - reference|| / ||reference||`` in float64.
+
+    Where both are the same infinity or both NaN they agree. Against a reference of zeros only zeros are right: the
+    error is 0, or infinite. So it is where ``got`` is not finite and the reference is."""
+    got, reference = got.detach().double(), reference.detach().double()
+    same = (got == reference) | (got.isnan() & reference.isnan())
+    off = torch.where(same, 0.0, got - reference)
+    distance = off.norm().item()
+    if distance == 0.0:
+        return 0.0
+    size = torch.where(reference.isfinite(), reference, 0.0).norm().item()
+    return distance / size if math.isfinite(distance) and size > 0.0 else math.inf
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """The geometric mean; 1 of nothing."""
+    logs = [math.log(r) if r > 0 else -math.inf for r in ratios]
+    return math.exp(sum(logs) / len(logs)) if logs else 1.0
