@@ -68,7 +68,7 @@ class Draw:
         if known and self.chance(20):
             return self.pick(known)
         w = self.leaf(tile(cols, self.dtype, rows=rows), "w", cols**-0.5)
-        return w * self.leaf(rowvec(cols, self.dtype), "g", 0.3, 1.0) if self.chance(5) else w
+        return twin.cast(w * self.leaf(rowvec(cols, self.dtype), "g", 0.3, 1.0), self.dtype) if self.chance(5) else w
 
 
 # --- steps: each makes a Tile of a Tile ---------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def linear(d: Draw, x: Twin) -> Twin:
     out = d.pick(WIDTHS)
     z = twin.matmul(x, d.weight(out, x.cols)) if d.chance(85) else twin.matmul(x, d.weight(x.cols, out), "nn")
     z = twin.cast(z, d.dtype)
-    return z + d.leaf(rowvec(out, d.dtype), "b") if d.chance(25) else z
+    return twin.cast(z + d.leaf(rowvec(out, d.dtype), "b"), d.dtype) if d.chance(25) else z
 
 
 def siblings(d: Draw, x: Twin) -> Twin:

@@ -3,11 +3,11 @@
 from random import Random
 
 import pytest
-from drive import float_inputs
-from graphs import draw
 
 from codetta.lang.source import parse_program, program_text
 from codetta.partition.training import plan_training
+from drive import float_inputs
+from graphs import draw
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ class Preset:
     vocabulary: int
     tied: bool
     theta: float = 500_000.0
-    tokens: int = 8192
-    sequences: int = 1
+    tokens: int = 16_384
+    sequences: int = 2
     dtype: str = "bf16"
 
     def config(self, layers: int | None = None) -> Any:
@@ -112,6 +112,15 @@ def find(request: Request, *, weights: bool) -> Subject:
         f"no model {request.name!r}",
         hint=f"a preset ({', '.join(PRESETS)}), a folder with a config.json, or module:callable",
     )
+
+
+def as_batch(model: nn.Module, example: Mapping[str, Any] | Tensor) -> dict[str, Any]:
+    """An example batch as keyword arguments; a tensor alone is the model's first argument."""
+    if isinstance(example, Mapping):
+        return dict(example)
+    if not isinstance(example, Tensor):
+        raise SettingsError(f"an example batch is a dict or a tensor, not a {type(example).__name__}")
+    return {next(iter(inspect.signature(model.forward).parameters)): example}
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -199,27 +208,26 @@ def _from_callable(request: Request) -> Subject:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise SettingsError(f"no model {request.name!r}: {error}", hint="module:callable, importable from here") from None
+        hint = "module:callable, importable from here"
+        raise SettingsError(f"no model {request.name!r}: {error}", hint=hint) from None
     given = {"layers": request.layers, "tokens": request.tokens, "batch": request.batch, "seed": request.seed}
     taken = inspect.signature(function).parameters
     options = {name: value for name, value in given.items() if value is not None and name in taken}
     refused = [f"--{name}" for name, value in given.items() if value is not None and name not in (*taken, "seed")]
     if refused:
-        raise SettingsError(f"{request.name} takes no {', '.join(refused)}", hint=f"it takes {', '.join(taken) or 'none'}")
+        hint = f"it takes {', '.join(taken) or 'nothing'}"
+        raise SettingsError(f"{request.name} takes no {', '.join(refused)}", hint=hint)
     torch.manual_seed(request.seed)
     found = function(**options)
     match found:
         case (nn.Module() as model, (dict() | Tensor()) as batch):
-            named = batch if isinstance(batch, dict) else {_first_argument(model): batch}
+            named = as_batch(model, batch)
         case _:
-            raise SettingsError(f"{request.name} returned {type(found).__name__}", hint="return (model, example kwargs)")
+            hint = "return (model, example kwargs)"
+            raise SettingsError(f"{request.name} returned {type(found).__name__}", hint=hint)
     if request.dtype is not None:
         model = model.to(dtype_named(request.dtype))
     return Subject(request.name, model, named)
-
-
-def _first_argument(model: nn.Module) -> str:
-    return next(iter(inspect.signature(model.forward).parameters))
 
 
 def _transformers() -> Any:

@@ -12,10 +12,12 @@ from codetta.capture.align import Value, check
 from codetta.capture.aten import TABLE, activation_of, is_gemm, reason_for, translate
 from codetta.capture.inplace import PINNED
 from codetta.capture.layout import shape_of
-from codetta.capture.scope import Border, Meaning, Pair, Scope, dtype_of, fake
+from codetta.capture.scope import Border, Meaning, OpaqueArgument, Pair, Scope, dtype_of
 from codetta.core.node import Node
 from codetta.errors import CodettaError, UnsupportedError
 from codetta.ir.build import cast, input_
+
+aten = torch.ops.aten
 
 NOT_NEAR_A_GEMM = "no GEMM needs it and it needs none"
 
@@ -37,13 +39,20 @@ class Growth:
     inputs: dict[Border, Node] = field(default_factory=dict)
     borders: dict[Node, Border] = field(default_factory=dict)
     after: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    differentiable: bool = False
+
+    def wants_gradient(self, node: fx.Node) -> bool:
+        """Whether a tensor takes part in a backward pass: it asks for a gradient and the graph keeps a history."""
+        return self.differentiable and bool(node.meta["val"].requires_grad)
 
 
 def grow(graph: fx.Graph) -> Growth:
     """The largest understood part of a graph in which every value belongs to some GEMM."""
-    opaque = _never_understood(graph)
+    opaque, after = _never_understood(graph), _fixed_order(graph)
+    calls = [n.meta.get("val") for n in graph.nodes if n.op == "call_function"]
+    differentiable = any(isinstance(v, torch.Tensor) and v.requires_grad for v in pytree.tree_leaves(calls))
     while True:
-        growth = Growth(after=_fixed_order(graph))
+        growth = Growth(after=after, differentiable=differentiable)
         for node in graph.nodes:
             _visit(growth, node, opaque)
         refused = _homeless(graph, growth)
@@ -57,6 +66,11 @@ def is_tensor(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
 
 
+def reads_size(node: fx.Node) -> bool:
+    """Whether a node only asks for the size of a tensor, which is known without computing the tensor."""
+    return node.target in (aten.sym_size.int, aten.sym_numel.default)
+
+
 # --- one node ---------------------------------------------------------------------------------------------------------
 
 
@@ -67,16 +81,17 @@ def _visit(growth: Growth, node: fx.Node, opaque: dict[fx.Node, str]) -> None:
         for lent in _loans(growth, node):
             try:
                 _understand(growth, node, lent)
+            except OpaqueArgument as refusal:
+                growth.reasons.setdefault(node, f"behind {refusal.name}")
             except CodettaError as refusal:
                 growth.reasons.setdefault(node, refusal.message)
             else:
                 growth.reasons.pop(node, None)
                 return
-    behind = [a for a in node.all_input_nodes if is_tensor(a)]
+    behind = [] if reads_size(node) else list(node.all_input_nodes)
     if node in growth.after:
         behind.append(growth.after[node])
-    stages = [growth.stage[a] + (a in growth.meaning) for a in behind]
-    growth.stage[node] = max(stages, default=0) if node.op != "placeholder" and is_tensor(node) else 0
+    growth.stage[node] = max((growth.stage[a] + (a in growth.meaning) for a in behind), default=0)
 
 
 def _loans(growth: Growth, node: fx.Node) -> list[frozenset[fx.Node]]:
@@ -91,8 +106,7 @@ def _loans(growth: Growth, node: fx.Node) -> list[frozenset[fx.Node]]:
 def _understand(growth: Growth, node: fx.Node, lent: frozenset[fx.Node]) -> None:
     """Translate a node, the arguments in ``lent`` read as tensors from outside; raises where that cannot be done."""
     outside = {a for a in node.all_input_nodes if a in growth.meaning and (a in lent or not _same_region(a, node))}
-    tensors = [a for a in node.all_input_nodes if is_tensor(a)]
-    stage = max((growth.stage[a] + (a in outside) for a in tensors), default=0)
+    stage = max((growth.stage[a] + (a in outside) for a in node.all_input_nodes), default=0)
     around = _Around(growth, stage, lent, outside)
     scope = Scope(node, around)
     meaning = _item(scope) if _is_getitem(node) else _stored(node, translate(scope))
@@ -168,7 +182,7 @@ def _item(scope: Scope) -> Value:
     source, index = scope.node.args
     found = scope.lookup(source) if isinstance(source, fx.Node) else None
     if not isinstance(found, tuple) or not isinstance(index, int):
-        raise UnsupportedError(f"{source} stays with PyTorch")
+        raise OpaqueArgument(source)
     return found[index]
 
 
@@ -231,5 +245,3 @@ def _homeless(graph: fx.Graph, growth: Growth) -> dict[fx.Node, str]:
             found[n] = f"{outer[0].name} needs it as a complex tensor"
     first = min((growth.stage[n] for n in found), default=0)
     return {n: why for n, why in found.items() if growth.stage[n] == first}
-
-

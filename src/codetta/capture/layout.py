@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 
 from codetta.errors import UnsupportedError
 
-Size = int | sympy.Expr  # a size known now, or a symbolic one of Dynamo's
+Expr = Any  # an expression of sympy's, which has no types
+Size = int | Expr  # a size known now, or a symbolic one of Dynamo's
 Axis = Literal["row", "column"]
 
 

@@ -1,4 +1,4 @@
-"""Names of a segment's inputs and outputs: the same for every layer of the same structure, and meaningful to a reader."""
+"""Names of a segment's inputs and outputs: the same for every layer of the same structure, and readable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from codetta.capture.normalise import is_parameter, placeholder_name
+from codetta.capture.normalise import is_parameter, placeholder_name, readable_source
 from codetta.capture.scope import Border
 from codetta.core.node import Node, postorder, users
 from codetta.core.types import Kind
@@ -52,15 +52,18 @@ def unique(names: Iterable[str]) -> list[str]:
     return found
 
 
-def layer_of(node: fx.Node) -> str:
-    """The module that a weight belongs to or that an operator was called in: ``model.layers.3``, or ``""``."""
+def module_of(node: fx.Node) -> str:
+    """The module that a parameter belongs to or that an operator was called in: ``model.layers.3.mlp``, or ``""``."""
     if node.op == "placeholder":
-        path = placeholder_name(node) if is_parameter(node) else ""
-    else:
-        stack = node.meta.get("nn_module_stack") or {}
-        path = str(next(reversed(stack.values()))[0]) if stack else ""
-        path = re.sub(r"_modules\.|^L\['self'\]\.?", "", re.sub(r"\['?(\w+)'?\]", r".\1", path)).strip(".")
-    found = re.match(r"(.*?\.?\b\d+)(\.|$)", path)
+        return placeholder_name(node).rpartition(".")[0] if is_parameter(node) else ""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    path = str(next(reversed(stack.values()))[0])
+    return readable_source(path) if path.startswith("L[") else path
+
+
+def layer_of(node: fx.Node) -> str:
+    """The layer that a node belongs to: its module's name up to the first number."""
+    found = re.match(r"(.*?\b\d+)(\.|$)", module_of(node))
     return found.group(1) if found else ""
 
 

@@ -1,4 +1,4 @@
-"""What a rule of the ATen table sees: the operator's node, the meaning of its arguments, and a way to bring others in."""
+"""What a rule of the ATen table sees: an operator, the meaning of its arguments, and a way to bring others in."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ class Pair:
 
 
 Meaning = Value | Pair | tuple[Value, ...]
+
+
+class OpaqueArgument(UnsupportedError):
+    """Raised by a rule for which an argument must be understood, and is not."""
+
+    def __init__(self, arg: object) -> None:
+        super().__init__(f"its argument {arg} stays with PyTorch")
+        self.name = str(arg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ class Scope:
         """The meaning of an argument that must be an understood tensor."""
         found = self.lookup(arg)
         if not isinstance(found, Value):
-            raise UnsupportedError(f"its input {arg} stays with PyTorch")
+            raise OpaqueArgument(arg)
         return found
 
     def activation(self, arg: Any) -> Value:
@@ -221,12 +229,19 @@ SAME_ORDER = (
     aten.expand.default,
     aten.expand_as.default,
 )
-CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default)
+CASTS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
 _FLIPS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default, aten.mT.default)
 
 
 def _behind(arg: fx.Node, understood: Callable[[fx.Node], bool]) -> tuple[fx.Node, Sequence[DType], bool]:
-    """The tensor that an argument casts or transposes, the casts in the order they are done, and if it is transposed."""
+    """The tensor that an argument casts or transposes, the casts in the order they are done, and if it is turned."""
     casts: list[DType] = []
     flipped = False
     while arg.op == "call_function" and isinstance(inner := arg.args[0] if arg.args else None, fx.Node):

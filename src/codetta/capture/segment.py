@@ -10,10 +10,11 @@ from torch import fx
 from torch.fx import GraphModule
 
 from codetta.capture.align import Value
-from codetta.capture.grow import Growth, grow, is_tensor
+from codetta.capture.grow import Growth, grow, is_tensor, reads_size
 from codetta.capture.inplace import PINNED
-from codetta.capture.names import input_names, layer_of, output_names
+from codetta.capture.names import input_names, layer_of, module_of, output_names
 from codetta.capture.scope import Border
+from codetta.capture.views import FREE
 from codetta.core.node import Node, postorder, substitute
 from codetta.core.types import Kind
 from codetta.errors import CaptureError
@@ -44,11 +45,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
-    """An operator that stays with PyTorch, why, and in which layer."""
+    """An operator that stays with PyTorch: its node's name, the operator, why, and in which module. Views are free, and
+    not listed."""
 
     name: str
+    op: str
     reason: str
-    layer: str
+    module: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,11 @@ def cut(gm: GraphModule) -> Capture:
     threads = _threaded(growth, kept)
     place = {n: (i, j) for i, p in enumerate(kept) for j, ns in enumerate(p.outputs.values()) for n in ns}
     segments = [_segment(growth, i, p, place, threads) for i, p in enumerate(kept)]
+    left = [n for n in gm.graph.nodes if n.op == "call_function" and n in needed and n not in number]
     opaque = [
-        OpaqueCall(n.name, growth.reasons.get(n, ""), layer_of(n))
-        for n in gm.graph.nodes
-        if n.op == "call_function" and n in needed and n not in number and is_tensor(n)
+        OpaqueCall(n.name, str(n.target), growth.reasons[n], module_of(n))
+        for n in left
+        if is_tensor(n) and n.target not in FREE
     ]
     return Capture(segments, opaque, place, growth)
 
@@ -141,7 +145,7 @@ def _needed(graph: fx.Graph, growth: Growth) -> set[fx.Node]:
         if n in growth.meaning:
             behind = [growth.borders[m].source for m in postorder([_value(growth, n).node]) if m.op is ops.INPUT]
         else:
-            behind = [a for a in n.all_input_nodes if is_tensor(n) or n.op == "output" or not is_tensor(a)]
+            behind = [] if reads_size(n) else list(n.all_input_nodes)
         new = [a for a in behind if a not in seen]
         seen.update(new)
         todo += new
@@ -166,7 +170,7 @@ def _threaded(growth: Growth, parts: list[_Part]) -> dict[tuple[int, Node], tupl
         for leaf in p.inputs():
             border = growth.borders[leaf]
             wanted = border.dims is not None and border.type.kind is Kind.TILE
-            if not (wanted and border.source.meta["val"].requires_grad):
+            if not (wanted and growth.wants_gradient(border.source)):
                 continue
             origin = first.setdefault(leaf, i)
             if origin != i and _region(parts[origin]) == _region(p):
@@ -202,7 +206,7 @@ def _segment(
     return Segment(
         graph=Graph(tuple(renamed[leaf] for leaf in borders), tuple(outputs)),
         feeds=tuple(feeds),
-        requires_grad=tuple(bool(b.source.meta["val"].requires_grad) for b in borders.values()),
+        requires_grad=tuple(growth.wants_gradient(b.source) for b in borders.values()),
         layers=tuple(layers),
         region=_region(part),
     )
@@ -213,5 +217,3 @@ def _raw(growth: Growth, border: Border, place: dict[fx.Node, tuple[int, int]]) 
     meaning = growth.meaning.get(border.source)
     same = isinstance(meaning, Value) and meaning.dims == border.dims and meaning.node.type == border.type
     return place[border.source] if same else None
-
-

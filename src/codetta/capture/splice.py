@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
@@ -16,7 +15,8 @@ from torch.fx import GraphModule
 
 from codetta.backends.reference.evaluate import TORCH
 from codetta.capture.align import Value
-from codetta.capture.layout import Dims, Size, chain, dim_size, shape_of, size_of
+from codetta.capture.grow import is_tensor, reads_size
+from codetta.capture.layout import Dims, Expr, Size, chain, dim_size, shape_of, size_of
 from codetta.capture.layout import sizes as sizes_of
 from codetta.capture.scope import Border
 from codetta.capture.segment import Capture, Segment
@@ -25,6 +25,8 @@ from codetta.errors import CaptureError
 from codetta.ir.graph import Graph
 
 aten = torch.ops.aten
+_NEED_STRIDES = (aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default)
+
 Register = Callable[[Graph, tuple[bool, ...]], str]
 Arg = fx.Node | int
 
@@ -79,10 +81,8 @@ class _Splice:
         """An opaque node; a view becomes a reshape, since strides may have changed."""
         if old in self.capture.growth.after:
             self.node(self.capture.growth.after[old])
-        value = old.meta.get("val")
-        from_tensor = any(a in self.capture.growth.meaning for a in old.all_input_nodes)
-        if isinstance(value, (torch.SymInt, int)) and from_tensor:
-            found = self.size(size_of(value))
+        if reads_size(old) and any(a in self.capture.growth.meaning for a in old.all_input_nodes):
+            found = self.size(size_of(old.meta["val"]))
             if not isinstance(found, fx.Node):
                 raise CaptureError(f"{old.name} is the number {found} and no node")
             new = found
@@ -92,9 +92,16 @@ class _Splice:
             new = self.graph.node_copy(old, self.node)
             if new.target is aten.view.default:
                 new.target = aten.reshape.default
+            if new.target in _NEED_STRIDES:
+                self._check_strides(old)
         self.done[old] = new
         self._note_sizes(new)
         return new
+
+    def _check_strides(self, old: fx.Node) -> None:
+        for a in old.all_input_nodes:
+            if is_tensor(a) and a.meta["val"].stride() != self.done[a].meta["val"].stride():
+                raise CaptureError(f"{old.name} depends on the strides of {a.name}, which a segment does not keep")
 
     # --- segments -----------------------------------------------------------------------------------------------------
 
@@ -205,8 +212,8 @@ class _Splice:
             self.known_sizes[size] = self._computed(size)
         return self.known_sizes[size]
 
-    def _computed(self, size: sympy.Expr) -> Arg:
-        combine = {sympy.Mul: operator.mul, sympy.Add: operator.add}.get(size.func)
+    def _computed(self, size: Expr) -> Arg:
+        combine = {"Mul": operator.mul, "Add": operator.add}.get(size.func.__name__)
         if combine is None or not all(a.is_integer for a in size.args):
             raise CaptureError(f"the size {size} is no product or sum of sizes of the graph's inputs")
         parts = [self.size(int(a) if a.is_Integer else a) for a in size.args]
@@ -223,11 +230,11 @@ class _Splice:
         if isinstance(value, torch.SymInt):
             self.known_sizes.setdefault(size_of(value), new)
         elif new.op == "placeholder" and isinstance(value, Tensor):
-            for i, s in enumerate(value.shape):
-                if isinstance(s, torch.SymInt) and size_of(s) not in self.known_sizes:
+            for i, s in enumerate(shape_of(value)):
+                if not isinstance(s, int) and s not in self.known_sizes:
                     node = self.graph.call_function(aten.sym_size.int, (new, i))
-                    node.meta["val"] = s
-                    self.known_sizes[size_of(s)] = node
+                    node.meta["val"] = value.shape[i]
+                    self.known_sizes[s] = node
 
 
 def _is_rows(border: Border) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from codetta.capture.layout import (
     resized,
     shape_of,
 )
-from codetta.capture.scope import SAME_ORDER, Meaning, Pair, Scope, fake
+from codetta.capture.scope import SAME_ORDER, Meaning, OpaqueArgument, Pair, Scope, fake
 from codetta.errors import UnsupportedError
 from codetta.ir import ops
 from codetta.ir.build import apply, join, mul, part
@@ -37,6 +38,8 @@ Rule = Callable[..., Meaning]
 def _reshape(s: Scope, x: Any, *_: Any) -> Value:
     """Any operator that keeps the elements and their order: the graph says the new shape."""
     v = s.value(x)
+    if product(s.shape) != product(shape_of(fake(x))):
+        raise UnsupportedError("a repetition along a dimension")
     return Value(v.node, reshape(v.dims, s.shape))
 
 
@@ -113,7 +116,7 @@ def _slice(s: Scope, x: Any, dim: int, start: int | None, end: int | None, step:
     edges = sorted(cuts)
     if begin >= stop or edges.index(stop) != edges.index(begin) + 1:
         raise UnsupportedError(f"the slice {begin}:{stop} overlaps another slice of {x}")
-    blocks = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    blocks = [b - a for a, b in pairwise(edges)]
     return parts_of(v, at, blocks)[edges.index(begin)]
 
 
@@ -129,9 +132,9 @@ def _sibling_cuts(x: fx.Node, at: int, size: int, begin: int, stop: int) -> set[
     cuts: set[int] = set()
     for user in x.users:
         if user.target is aten.slice.Tensor and user.args[0] is x:
-            dim, start, end = (*user.args[1:4], *(0, None, None)[len(user.args) - 1 :])
-            if isinstance(dim, int) and dim % fake(x).dim() == at:
-                other = _bounds(start, end, size)
+            given: tuple[Any, ...] = (*user.args[1:4], *(0, None, None)[len(user.args) - 1 :])
+            if given[0] % fake(x).dim() == at:
+                other = _bounds(*given[1:], size)
                 if other[1] <= begin or other[0] >= stop:
                     cuts |= set(other)
     return cuts
@@ -215,7 +218,7 @@ def _is_empty(t: Any) -> bool:
     return isinstance(t, fx.Node) and any(s == 0 for s in shape_of(fake(t))[-1:])
 
 
-# --- complex numbers ----------------------------------------------------------------------------------------------------
+# --- complex numbers --------------------------------------------------------------------------------------------------
 
 
 def _as_complex(s: Scope, x: Any) -> Pair:
@@ -227,7 +230,7 @@ def _as_complex(s: Scope, x: Any) -> Pair:
 def _as_real(s: Scope, x: Any) -> Value:
     real, imag = s.complex_lanes(x)
     if not (isinstance(real, Value) and isinstance(imag, Value)):
-        raise UnsupportedError(f"its input {x} stays with PyTorch")
+        raise OpaqueArgument(x)
     at = len(real.dims)
     return _stacked([Value(v.node, (*v.dims, ())) for v in (real, imag)], at)
 
@@ -265,4 +268,13 @@ VIEWS: dict[Any, Rule] = {
     aten.stack.default: _stack,
     aten.view_as_complex.default: _as_complex,
     aten.view_as_real.default: _as_real,
+}
+
+# Operators that move no data.
+FREE = frozenset(VIEWS) - {
+    aten.cat.default,
+    aten.concat.default,
+    aten.stack.default,
+    aten.clone.default,
+    aten.glu.default,
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Integral, Real
 from types import FrameType
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar, overload
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, overload
 
 from codetta.core.node import Node, Op, node
 from codetta.core.types import AXES, ROWS, Dim, DType, Kind, Sym, Type, f32
@@ -84,14 +84,13 @@ def _remember(n: Node, line: SourceLine, frame: FrameType) -> None:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-class _OnTile:
+class _OnTile(Protocol):
     """An operator with a Tile on one side: the result is a Tile."""
 
-    def __call__(self, other: Value | float) -> Tile:
-        raise NotImplementedError  # for type checkers only
+    def __call__(self, other: Value | float) -> Tile: ...
 
 
-class _OnValue(Generic[V]):
+class _OnValue(Protocol[V]):
     """An operator on two values: of one kind, with a Tile, or of two kinds."""
 
     @overload
@@ -100,8 +99,6 @@ class _OnValue(Generic[V]):
     def __call__(self, other: Tile) -> Tile: ...
     @overload
     def __call__(self, other: Value) -> Value: ...
-    def __call__(self, other: Any) -> Any:
-        raise NotImplementedError  # for type checkers only
 
 
 class _Infix:

@@ -58,15 +58,22 @@ def stored_root(n: Node) -> Node:
     return n.args[0] if n.op is ops.TAKE_ROWS and n.args[0].op is not ops.INPUT else n
 
 
+def compared(nodes: Iterable[Node]) -> set[Node]:
+    """Tiles that are compared with their own largest element: every step must see the same bits of them, so they are
+    never made again nor rounded on the way (the derivative of a maximum)."""
+    both = (a.args[0] if a.op is ops.ABS else a for n in nodes if n.op is ops.EQ for a in n.args)
+    return {a for a in both if a.type.dtype.is_float and a.type.kind is Kind.TILE and a.op is not ops.INPUT}
+
+
 def own_roots(graph: Graph) -> list[tuple[str, Node]]:
     """The outputs; one that is an input is copied to a buffer of its own."""
     copies = ((name, n.op is ops.INPUT, n) for name, n in graph.outputs)
     return [(name, node(ops.EXPAND, n, attrs=(n.type.of(f32),)) if is_input else n) for name, is_input, n in copies]
 
 
-def assign(graph: Graph) -> Assignment:
-    """Distribute the graph over steps."""
-    work = _Assign([n for _, n in own_roots(graph)])
+def assign(graph: Graph, epilogues: bool = True) -> Assignment:
+    """Distribute the graph over steps; without ``epilogues``, GEMMs only store their output."""
+    work = _Assign([n for _, n in own_roots(graph)], epilogues)
     times = {*work.time.values(), *((i, 0) for i in range(len(work.order) + 1))}
     for t in sorted({(i, s + d) for i, s in times for d in (0, 1, 2)} - {START}, reverse=True):
         work.build(t)
@@ -76,10 +83,11 @@ def assign(graph: Graph) -> Assignment:
 class _Assign:
     """The walk: what is written when, as far as the steps built so far (the later ones) need it."""
 
-    def __init__(self, roots: list[Node]) -> None:
-        self.schedule = schedule(roots)
+    def __init__(self, roots: list[Node], epilogues: bool) -> None:
+        self.schedule = schedule(roots, epilogues)
         self.order, self.time = self.schedule.order, self.schedule.time
         self.drafts: list[Draft] = []
+        self.exact = compared(self.time)
         self.first_use: dict[Node, int] = {}
         for i, gemm in enumerate(self.order, 1):
             for a in operands(gemm):
@@ -91,7 +99,7 @@ class _Assign:
                 self.need(n)
                 if n.op is ops.CAST and n.type.dtype.is_float and n.args[0].op is not ops.INPUT:
                     self.rounded.setdefault(n.args[0], n)
-        for n in [r for r in roots if r in self.rounded]:
+        for n in [r for r in self.rounded if r in self.exact or r in roots]:
             del self.rounded[n]  # asked for unrounded as well
 
     def need(self, n: Node) -> Slot:
@@ -155,6 +163,8 @@ class _Assign:
             return Slot(self.rounded.get(n, n))
         if n.type.kind is not Kind.TILE:
             return None if t == START else self.need(n)
+        if n in self.exact:
+            return self.need(n)
         # what a leftover would make is made here; of a value taken in parts, the whole is stored
         if t[1] >= 2 or n.op is ops.PART or self._cheap(n, d):
             return None

@@ -14,14 +14,15 @@ from codetta.ir.build import cast, input_
 from codetta.ir.graph import Graph
 from codetta.ir.program import Gemm, Program, Role
 from codetta.lang.functions import LANGUAGE
-from codetta.partition.assign import Assignment, Draft, Slot, assign, operands, own_roots, stored_root
+from codetta.partition.assign import Assignment, Draft, Slot, assign, compared, operands, own_roots, stored_root
 from codetta.partition.plan import Plan, Step, View, partial_outputs
 from codetta.partition.schedule import Schedule
 
 
-def make_plan(graph: Graph) -> Plan:
-    """Partition a graph: its GEMM programs, finalizes and leftovers in order."""
-    assignment = assign(graph)
+def make_plan(graph: Graph, epilogues: bool = True) -> Plan:
+    """Partition a graph: its GEMM programs, finalizes and leftovers in order. Without ``epilogues`` every GEMM is bare
+    and each chain between two GEMMs is one leftover: ideal per-boundary fusion, to compare with."""
+    assignment = assign(graph, epilogues)
     names = _Names(graph, assignment)
     steps = [_step(d, names, assignment.schedule) for d in assignment.drafts]
     outputs = []
@@ -80,6 +81,7 @@ class _Names:
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
         self.types: dict[str, Type] = {str(n.attrs[0]): n.type for n in graph.inputs}
         self.narrow = storage_dtype(assignment.schedule.order)
+        self.exact = compared(assignment.schedule.time)
         self.buffers: dict[Slot, str] = {Slot(n): str(n.attrs[0]) for n in graph.inputs}
         self.steps: set[str] = set()
         self.wanted = {stored_root(n): name for name, n in reversed(own_roots(graph)) if stored_root(n) is n}
@@ -111,7 +113,7 @@ class _Names:
         """The value as it is written: a Tile between steps in the GEMMs' storage dtype, everything else as it is."""
         n = slot.node
         wide = n.type.dtype.is_float and n.type.dtype is compute_dtype(n.type.dtype)
-        if n.type.kind is Kind.TILE and wide and n not in self.wanted and self.narrow is not None:
+        if n.type.kind is Kind.TILE and wide and n not in self.wanted and n not in self.exact and self.narrow:
             return cast(n, self.narrow)
         return n
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 import networkx as nx
 
 from codetta.core.node import Node, postorder, substitute
 from codetta.core.types import Kind, compute_dtype
+from codetta.errors import PlanError
 from codetta.ir import ops
 from codetta.ir.build import cast, input_
 from codetta.ir.graph import Graph
@@ -24,14 +26,23 @@ MEMORY: tuple[Memory, ...] = ("fast", "balanced", "lean")
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A value that passes from forward to backward: the node it stands for, what is stored of it (rounded, for a Tile),
+    its name among backward's inputs and among forward's outputs."""
+
+    node: Node
+    stored: Node
+    name: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
 class Joint:
-    """The two halves of a training step. Backward's inputs are forward's inputs, saved values and cotangents, by name;
-    ``saved`` says which forward output each saved value is, ``kept`` which node."""
+    """The halves of a training step. Backward's inputs are forward's inputs, kept values and cotangents, by name."""
 
     forward: Graph
     backward: Graph
-    saved: tuple[tuple[str, str], ...]
-    kept: tuple[Node, ...]
+    kept: tuple[Kept, ...]
 
 
 def recomputable(forward: Graph, grads: Iterable[Node], memory: Memory) -> list[Node]:
@@ -54,45 +65,60 @@ def cut(
     grads: Mapping[str, Node],
     cotangents: Iterable[Node],
     again: Iterable[Node] = (),
-    only: Iterable[Node] | None = None,
+    only: Iterable[Kept] | None = None,
+    inputs_held: Collection[str] = (),
 ) -> Joint:
     """Split the joint graph. ``again`` are stored forward values that backward shall nevertheless make again; with
-    ``only``, nothing but these may pass. Raises networkx.NetworkXUnbounded where they do not suffice."""
-    cotangents, roots = list(cotangents), list(grads.values())
+    ``only``, nothing but these and the named inputs may pass; PlanError where they do not suffice."""
+    roots = list(grads.values())
     late = _depending_on(set(cotangents), roots)
     stored = _stored(forward, set(again))
     needed = _needed(roots, late)
-    # an operand of backward's GEMMs that forward stored: keeping it moves nothing
-    free = {a for n in postorder(roots) if n in late and n.op is ops.MATMUL for a in n.args if a in stored}
     if only is None:
+        # an operand of backward's GEMMs that forward stored: keeping it moves nothing
+        free = {a for n in postorder(roots) if n in late and n.op is ops.MATMUL for a in n.args if a in stored}
         chosen = _cheapest(needed, lambda n: 0 if n in free else _capacity(n, stored, set(again)))
+        kept = _named(forward, chosen, stored)
     else:
-        allowed = set(only)
-        chosen = _cheapest(needed, lambda n: 0 if n in allowed else None)
+        kept = list(only)
+        allowed = {n for k in kept for n in (k.node, k.stored)}
+        chosen = _cheapest(needed, lambda n: 0 if n in allowed or _is_held(n, inputs_held) else None)
+        kept = [k for k in kept if k.node in chosen or k.stored in chosen]
+    mapping: dict[Node, Node] = {}
+    for k in kept:
+        mapping[k.stored] = mapping[k.node] = input_(k.name, k.stored.type)
+    bodies = substitute(roots, mapping)
+    inputs = tuple(n for n in postorder(bodies) if n.op is ops.INPUT)
+    outputs = {**dict(forward.outputs), **{k.output: k.stored for k in kept}}
+    backward = Graph(inputs, tuple(zip(grads, bodies, strict=True)))
+    return Joint(Graph(forward.inputs, tuple(outputs.items())), backward, tuple(kept))
+
+
+def _named(forward: Graph, chosen: list[Node], stored: dict[Node, Node]) -> list[Kept]:
+    """The chosen values as they are stored: rounded if anything rounded is there, under the name of an output if it
+    is one."""
+    names = {n: name for name, n in reversed(forward.outputs)}
+    taken = {*dict(forward.outputs), *(str(n.attrs[0]) for n in forward.inputs)}
     narrow = storage_dtype(forward.contractions)
-    outputs, names = dict(forward.outputs), {n: name for name, n in reversed(forward.outputs)}
-    saved: dict[Node, tuple[str, str]] = {}
+    found: list[Kept] = []
     for n in chosen:
         if n.op is ops.INPUT:
             continue
-        kept = stored.get(n, n)
-        wide = kept.type.dtype.is_float and kept.type.dtype is compute_dtype(kept.type.dtype)
-        if kept.type.kind is Kind.TILE and wide and narrow is not None and kept not in names:
-            kept = cast(kept, narrow)
-        if kept not in names:
-            names[kept] = f"saved{len(saved)}"
-            outputs[names[kept]] = kept
-        saved[n] = (f"saved_{names[kept]}" if not names[kept].startswith("saved") else names[kept], names[kept])
-    mapping: dict[Node, Node] = {}
-    types = dict(outputs)
-    for n, (name, output) in saved.items():
-        mapping[n] = input_(name, types[output].type)
-        mapping[types[output]] = mapping[n]
-    bodies = substitute(roots, mapping)
-    inputs = [n for n in postorder(bodies) if n.op is ops.INPUT]
-    backward = Graph(tuple(inputs), tuple(zip(grads, bodies, strict=True)))
-    unique = dict(saved.values())
-    return Joint(Graph(forward.inputs, tuple(outputs.items())), backward, tuple(unique.items()), tuple(chosen))
+        value = stored.get(n, n)
+        wide = value.type.dtype.is_float and value.type.dtype is compute_dtype(value.type.dtype)
+        if value.type.kind is Kind.TILE and wide and narrow is not None and value not in names:
+            value = cast(value, narrow)
+        output = names.get(value)
+        if output is None:
+            output = next(name for i in count() if (name := f"saved{i}") not in taken)
+            names[value] = output
+            taken.add(output)
+        found.append(Kept(n, value, output if output.startswith("saved") else f"saved_{output}", output))
+    return found
+
+
+def _is_held(n: Node, inputs: Collection[str]) -> bool:
+    return n.op is ops.INPUT and n.attrs[0] in inputs
 
 
 def _depending_on(sources: set[Node], roots: list[Node]) -> set[Node]:
@@ -143,7 +169,10 @@ def _cheapest(needed: list[Node], capacity_of: Callable[[Node], int | None]) -> 
             flow.add_edge("have", (n, "in"))
     for n in needed:
         flow.add_edge((n, "out"), "need")
-    _, (_, near) = nx.minimum_cut(flow, "have", "need")  # near: all that can reach "need" once the cut is made
+    try:
+        _, (_, near) = nx.minimum_cut(flow, "have", "need")  # near: all that can reach "need" once the cut is made
+    except nx.NetworkXUnbounded as e:
+        raise PlanError("what forward keeps does not suffice for these gradients") from e
     return [n for n in postorder(needed) if (n, "out") in near and (n, "in") not in near]
 
 

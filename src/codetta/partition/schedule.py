@@ -21,14 +21,15 @@ class Schedule:
     order: list[Node]
     time: dict[Node, Time]
     left: dict[Node, str] = field(default_factory=dict)
+    epilogues: bool = True
 
 
-def schedule(roots: list[Node]) -> Schedule:
-    """The schedule of everything under the roots."""
+def schedule(roots: list[Node], epilogues: bool = True) -> Schedule:
+    """The schedule of everything under the roots; without ``epilogues`` all maps are made between the GEMMs."""
     nodes = postorder(roots)
     order = gemm_order(nodes)
     index = {n: i for i, n in enumerate(order, 1)}
-    plan = Schedule(order, {})
+    plan = Schedule(order, {}, {}, epilogues)
     homes: dict[Node, legal.Home] = {}
     for n in nodes:
         plan.time[n] = (index[n], 0) if n in index else _time(n, plan, homes)
@@ -66,6 +67,8 @@ def _time(n: Node, plan: Schedule, homes: dict[Node, legal.Home]) -> Time:
     in_epilogue = latest[1] == 0 and latest[0] > 0
     if n.type.kind is not Kind.TILE:
         return _vector_time(n, plan, latest)
+    if in_epilogue and not plan.epilogues:
+        return latest if _is_plain(n) else (latest[0], 2)
     if in_epilogue:
         try:
             here = [homes.get(a) if plan.time[a] == latest else None for a in n.args]
@@ -79,11 +82,18 @@ def _time(n: Node, plan: Schedule, homes: dict[Node, legal.Home]) -> Time:
     return latest[0], latest[1] + latest[1] % 2
 
 
+def _is_plain(n: Node) -> bool:
+    """A column range of a GEMM's output, or it in the storage dtype: what any GEMM can store."""
+    while n.op in (ops.CAST, ops.PART):
+        n = n.args[0]
+    return n.op is ops.MATMUL
+
+
 def _vector_time(n: Node, plan: Schedule, latest: Time) -> Time:
     if n.op in (ops.REDUCE, ops.LSE, ops.SELECT):
         source = plan.time[n.args[0]]
         if n.args[0].type.kind is Kind.TILE:
-            if source[1] == 0 and source[0] > 0:
+            if source[1] == 0 and source[0] > 0 and plan.epilogues:
                 return (source[0], 1) if legal.crosses("epilogue", n) else latest
             stage = max(latest, (source[0], max(2, source[1])))
             return (stage[0], stage[1] + 1) if legal.crosses("leftover", n) else stage

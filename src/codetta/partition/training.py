@@ -11,23 +11,26 @@ from codetta.errors import SettingsError
 from codetta.ir.build import input_
 from codetta.ir.graph import Graph
 from codetta.partition.build import make_plan
-from codetta.partition.cut import MEMORY, Memory, cut, recomputable
+from codetta.partition.cut import MEMORY, Kept, Memory, cut, recomputable
 from codetta.partition.plan import Plan
 from codetta.rules.pipeline import reparameterise, simplify
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """``saved`` maps backward's inputs to forward's outputs; the backward's other inputs are forward's inputs and the
-    cotangents ``d_<output>``; its outputs are ``d_<input>``. The graph, reparameterised, and the nodes that were kept
-    serve for backward plans of fewer cotangents."""
+    """Backward's inputs are forward's inputs, kept values, and the cotangents ``d_<output>``; its outputs are
+    ``d_<input>``. The reparameterised graph serves for backward plans of fewer cotangents."""
 
     forward: Plan
     backward: Plan
-    saved: tuple[tuple[str, str], ...]
     graph: Graph
-    kept: tuple[Node, ...]
+    kept: tuple[Kept, ...]
     wrt: tuple[str, ...]
+
+    @property
+    def saved(self) -> tuple[tuple[str, str], ...]:
+        """For each value that is kept, its name among backward's inputs and among forward's outputs."""
+        return tuple(dict.fromkeys((k.name, k.output) for k in self.kept))
 
 
 def cotangent_name(output: str) -> str:
@@ -64,17 +67,18 @@ def plan_training(graph: Graph, wrt: Collection[str], memory: Memory = "balanced
         trial = cut(forward, grads, cotangents, [*again, n])
         plan = make_plan(trial.backward)
         # made again only where an epilogue has its operands at hand, and nothing new has to be saved for it
-        if plan.count("leftover") == backward.count("leftover") and len(trial.saved) < len(joint.saved):
+        if plan.count("leftover") == backward.count("leftover") and len(trial.kept) < len(joint.kept):
             again.append(n)
             joint, backward = trial, plan
-    return TrainingPlan(make_plan(joint.forward), backward, joint.saved, forward, joint.kept, tuple(wrt))
+    return TrainingPlan(make_plan(joint.forward), backward, forward, joint.kept, tuple(wrt))
 
 
 def plan_for_given(training: TrainingPlan, given: Collection[str]) -> Plan:
-    """The backward plan when only these outputs have a cotangent, from what forward keeps for all of them."""
+    """The backward plan when only these outputs have a cotangent, from what is held for all of them; PlanError where
+    that does not suffice."""
     grads, cotangents = derive(training.graph, training.wrt, given)
-    inputs = {n for n in training.graph.inputs if str(n.attrs[0]) in training.backward.inputs}
-    return make_plan(cut(training.graph, grads, cotangents, only=[*training.kept, *inputs]).backward)
+    held = training.backward.inputs
+    return make_plan(cut(training.graph, grads, cotangents, only=training.kept, inputs_held=held).backward)
 
 
 def plan_inference(graph: Graph) -> Plan:

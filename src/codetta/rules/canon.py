@@ -46,7 +46,7 @@ def mul_one(n: Node) -> Node | None:
 @rule("-(-x) = x", lambda: neg(neg(x_tile())))
 def neg_neg(n: Node) -> Node | None:
     """Signs cancel."""
-    return n.args[0].args[0] if n.op is ops.NEG and n.args[0].op is ops.NEG else None
+    return cast(n.args[0].args[0], n.type.dtype) if n.op is ops.NEG and n.args[0].op is ops.NEG else None
 
 
 @rule("x + (-y) = x - y", lambda: add(x_tile(), neg(x_tile("y"))))

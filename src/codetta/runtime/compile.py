@@ -63,12 +63,24 @@ class Segment:
         return [*names, *(name for name, _ in self.forward.outputs if name not in names)]
 
     def backward(self, given: tuple[str, ...]) -> tuple[Plan, Runnable]:
-        """The backward plan for cotangents of the outputs ``given`` alone."""
+        """The backward plan for cotangents of the outputs ``given`` alone; ``usable`` says which can be asked for."""
         if given not in self._backward:
-            everything = tuple(n for n, node in self.graph.outputs if node.type.dtype.is_float)
-            plan = self.training.backward if given == everything else plan_for_given(self.training, given)
+            plan = self.training.backward if given == self.floats else plan_for_given(self.training, given)
             self._backward[given] = plan, get_backend(self.options.backend)(plan)
         return self._backward[given]
+
+    @cached_property
+    def floats(self) -> tuple[str, ...]:
+        """The outputs that can have a cotangent."""
+        return tuple(name for name, n in self.graph.outputs if n.type.dtype.is_float)
+
+    def usable(self, given: tuple[str, ...]) -> tuple[str, ...]:
+        """``given`` itself if what forward keeps suffices for it; else all outputs, the others' cotangents zero."""
+        try:
+            self.backward(given)
+        except PlanError:
+            return self.floats
+        return given
 
     @cached_property
     def kept(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -88,20 +88,26 @@ def _hold(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> N
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], None]:
     segment = segment_of(ctx.key)
-    pairs = list(zip(grads[: len(segment.graph.outputs)], segment.graph.outputs, strict=True))
-    given = [g is not None and n.type.dtype.is_float for g, (_, n) in pairs]
-    if not any(given) or not segment.wrt:
+    outputs = dict(zip((name for name, _ in segment.graph.outputs), grads, strict=False))
+    asked = tuple(name for name in segment.floats if outputs[name] is not None)
+    if not asked or not segment.wrt:
         return [None] * len(segment.graph.inputs), None
+    names = segment.usable(asked)
     # incoming gradients may have any strides (a sum's is expanded); made contiguous out here, where Inductor can fuse
-    cotangents = [g.contiguous() for (g, _), wanted in zip(pairs, given, strict=True) if g is not None and wanted]
+    cotangents = [_cotangent(ctx, segment, name, outputs[name]) for name in names]
+    given = [name in names for name in outputs]
     held = [*ctx.saved_tensors, *cotangents]
     found = torch.ops.codetta.segment_backward(held, ctx.key, given, ctx.rows)
-    plan, _ = segment.backward(_given(segment, given))
+    plan, _ = segment.backward(names)
     memory = dict(zip(_buffers(plan), found, strict=True))
     views = {n: memory[v.buffer][v.rows[0] : v.rows[1]] if v.rows else memory[v.buffer] for n, v in plan.outputs}
-    reached = segment.reached(_given(segment, given))
-    names = [str(n.attrs[0]) for n in segment.graph.inputs]
-    return [views.get(cotangent_name(name)) if name in reached else None for name in names], None
+    reached = segment.reached(asked)
+    inputs = [str(n.attrs[0]) for n in segment.graph.inputs]
+    return [views.get(cotangent_name(name)) if name in reached else None for name in inputs], None
+
+
+def _cotangent(ctx: Any, segment: Segment, name: str, g: Tensor | None) -> Tensor:
+    return _empty(ctx.saved_tensors[0], segment.type_of(name), ctx.rows).zero_() if g is None else g.contiguous()
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> Any:

@@ -150,6 +150,8 @@ def expand_to(n: Node, x: Value, rows: int) -> Tensor:
     """EXPAND, which alone of the maps needs to be told the row count."""
     x = as_tensor(x, n.args[0].type, torch.device("cpu"))
     rows = n.type.rows if isinstance(n.type.rows, int) else rows
+    if n.type.kind is Kind.SCALAR:
+        return x
     if n.type.kind is Kind.COLVEC:
         return x.expand(rows)
     if not isinstance(n.type.cols, int):

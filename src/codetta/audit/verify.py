@@ -1,0 +1,238 @@
+"""Whether a compiled model is right: every output and gradient against float64, next to eager's in the same dtype."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from torch import Tensor, nn
+
+from codetta.audit.models import Subject, as_batch
+from codetta.audit.runs import Step, compiled_step, eager_step, float64_step, many_compilations
+from codetta.errors import VerifyError
+from codetta.testing import Bar, Errors, geometric_mean, relative_error
+
+SEEDS = 5
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One tensor, or a part of one: its errors, a pair a seed, and why it misses the bar, if it does."""
+
+    name: str
+    kind: str
+    errors: tuple[Errors, ...]
+    problem: str = ""
+
+    @property
+    def worst(self) -> Errors:
+        """The errors of the seed at which ours is furthest above eager's."""
+        return max(self.errors, key=lambda e: e.ratio)
+
+    @property
+    def ratio(self) -> float:
+        """The geometric mean over the seeds of ours over eager's."""
+        return geometric_mean(e.ratio for e in self.errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What ``codetta.verify`` found. ``problems`` is empty if the bar is cleared."""
+
+    title: str
+    seeds: int
+    bar: Bar
+    tensors: tuple[Compared, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything clears the bar."""
+        return not self.problems
+
+    @property
+    def ratio(self) -> float:
+        """The geometric mean of ours over eager's, over all tensors and seeds."""
+        return geometric_mean(e.ratio for t in self.tensors for e in t.errors)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "ok": self.ok,
+            "model": self.title,
+            "seeds": self.seeds,
+            "bar": {"factor": self.bar.factor, "units": self.bar.units, "mean": self.bar.mean},
+            "geometric_mean": self.ratio,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "tensors": [_row(t) for t in self.tensors],
+        }
+
+    def __rich__(self) -> RenderableType:
+        columns = ("tensor", "dtype", "ours", "eager", "ours/eager", "")
+        table = Table(*columns, box=None, pad_edge=False, title=self.title, title_justify="left")
+        for t in self.tensors:
+            state = "[red]misses the bar[/red]" if t.problem else ""
+            dtype = str(t.worst.dtype).removeprefix("torch.")
+            table.add_row(t.name, dtype, f"{t.worst.ours:.2e}", f"{t.worst.eager:.2e}", f"{t.ratio:.3f}", state)
+        rule = (
+            f"relative error against float64, worst of {self.seeds} seeds; allowed: {self.bar.factor:.2f} x eager's + "
+            f"{self.bar.units} unit in the last place, and a geometric mean of the ratios of at most {self.bar.mean}"
+        )
+        mean = f"geometric mean of ours/eager: {self.ratio:.3f}"
+        verdict = ["[green]passes[/green]"] if self.ok else [f"[red]{p}[/red]" for p in self.problems]
+        return Group(table, "", rule, mean, *self.notes, *verdict)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        with console.capture() as text:
+            console.print(self)
+        return text.get()
+
+
+def verify(
+    model: nn.Module,
+    example_batch: Mapping[str, Any] | Tensor,
+    *,
+    seeds: int = SEEDS,
+    options: Mapping[str, Any] | None = None,
+    raises: bool = False,
+) -> Verification:
+    """Compare ``torch.compile(model, backend="codetta")`` with float64 and with eager; ``raises`` a VerifyError.
+
+    The model is called with the batch (keyword arguments, or one tensor) and differentiated: its loss if it returns
+    one, else all its outputs against random cotangents. The gradients are those of all parameters and inputs that
+    require one. The first seed takes the batch as it is; later ones draw floats anew and integers from among the
+    batch's own (masks and positions stay). Neither the model nor its gradients change.
+    """
+    found = check(Subject(type(model).__name__, model, as_batch(model, example_batch)), seeds=seeds, options=options)
+    if raises and not found.ok:
+        raise VerifyError(found.problems[0], hint=f"{len(found.problems)} of {len(found.tensors)} checks fail")
+    return found
+
+
+def check(
+    subject: Subject,
+    *,
+    seeds: int = SEEDS,
+    options: Mapping[str, Any] | None = None,
+    bar: Bar | None = None,
+    progress: Callable[[int], None] = lambda seed: None,
+) -> Verification:
+    """Verify a model that may be given other weights for each seed; ``progress`` is told when a seed is done."""
+    model = subject.model
+    errors: dict[tuple[str, str], list[Errors]] = {}
+    with many_compilations():
+        ours, oracle = compiled_step(model, options), float64_step(model)
+        for seed in range(seeds):
+            batch = subject.renew(seed) if subject.renew else varied(subject.batch, seed)
+            steps = ours(batch, seed), eager_step(model, batch, seed), oracle(batch, seed)
+            for kind, name, pair in _compare(model, batch, *steps):
+                errors.setdefault((kind, name), []).append(pair)
+            progress(seed)
+    return _judge(subject, errors, seeds, bar or Bar())
+
+
+def varied(batch: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Another batch like this one: floats drawn anew, integers from among the batch's own, masks and positions kept.
+    Seed 0 is the batch itself."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Any] = {}
+    for name, x in batch.items():
+        found[name] = x
+        if not isinstance(x, Tensor) or seed == 0 or x.dtype is torch.bool or "mask" in name or "position" in name:
+            continue
+        if x.is_floating_point():
+            spread = x.detach().float().std(correction=0).item() or 1.0
+            noise = torch.randn(x.shape, generator=generator) * spread
+            found[name] = noise.to(x.device, x.dtype).requires_grad_(x.requires_grad)
+        elif x.numel():
+            chosen = torch.randint(x.numel(), x.shape, generator=generator)
+            found[name] = x.flatten()[chosen.to(x.device)]
+    return found
+
+
+def _compare(
+    model: nn.Module, batch: Mapping[str, Any], ours: Step, eager: Step, oracle: Step
+) -> Iterator[tuple[str, str, Errors]]:
+    """Every pair of errors, with the kind and the name of the tensor."""
+    for name, x in eager.outputs.items():
+        yield "output", name, _errors(ours.outputs.get(name), x, oracle.outputs[name])
+    rows = _target_rows(model, batch)
+    for name, g in eager.gradients.items():
+        mine, reference = ours.gradients[name], oracle.gradients[name]
+        if g is None and mine is None and reference is None:
+            continue
+        like = next(t for t in (g, mine, reference) if t is not None)
+        zero = torch.zeros_like(like, dtype=(g if g is not None else like).dtype)
+        mine, g, reference = (t if t is not None else zero for t in (mine, g, reference))
+        if name in rows:
+            hit = torch.zeros(g.shape[0], dtype=torch.bool, device=g.device)
+            hit[rows[name]] = True
+            for part, where in (("target rows", hit), ("other rows", ~hit)):
+                if where.any():
+                    yield "gradient", f"{name} [{part}]", _errors(mine[where], g[where], reference[where])
+        else:
+            yield "gradient", name, _errors(mine, g, reference)
+
+
+def _errors(ours: Tensor | None, eager: Tensor, reference: Tensor) -> Errors:
+    right = ours is not None and ours.shape == eager.shape and ours.dtype == eager.dtype
+    mine = relative_error(ours, reference) if ours is not None and right else float("inf")
+    return Errors(mine, relative_error(eager, reference), eager.dtype)
+
+
+def _target_rows(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """For the LM head's weight, the rows that are some token's target: their gradient has another size and source."""
+    labels = next((batch[n] for n in ("shift_labels", "labels") if isinstance(batch.get(n), Tensor)), None)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    if not isinstance(labels, Tensor) or not isinstance(weight, Tensor) or labels.is_floating_point():
+        return {}
+    shifted = labels[:, 1:] if labels.dim() == 2 and "shift_labels" not in batch else labels
+    targets = shifted.unique()
+    targets = targets[(targets >= 0) & (targets < weight.shape[0])]
+    return {name: targets for name, p in model.named_parameters() if p is weight}
+
+
+def _judge(subject: Subject, errors: dict[tuple[str, str], list[Errors]], seeds: int, bar: Bar) -> Verification:
+    tensors = []
+    for (kind, name), pairs in errors.items():
+        misses = [f"seed {i}: {why}" for i, e in enumerate(pairs) if (why := bar.why_not(e)) is not None]
+        tensors.append(Compared(name, kind, tuple(pairs), misses[0] if misses else ""))
+    problems = [f"{t.kind} {t.name}: {t.problem}" for t in tensors if t.problem]
+    together = bar.why_not_all(e for t in tensors for e in t.errors)
+    ones = [n for n, p in subject.model.named_parameters() if p.dim() == 1 and bool((p == 1).all())]
+    note = (
+        f"{len(ones)} vectors of parameters are all ones ({ones[0]}, ...): a gain left out would not show"
+        if ones
+        else ""
+    )
+    return Verification(
+        subject.title,
+        seeds,
+        bar,
+        tuple(tensors),
+        (*problems, *([together] if together else [])),
+        (note,) if note else (),
+    )
+
+
+def _row(t: Compared) -> dict[str, Any]:
+    return {
+        "name": t.name,
+        "kind": t.kind,
+        "dtype": str(t.worst.dtype).removeprefix("torch."),
+        "ours": [e.ours for e in t.errors],
+        "eager": [e.eager for e in t.errors],
+        "ratio": t.ratio,
+        "ok": not t.problem,
+        "problem": t.problem,
+    }
