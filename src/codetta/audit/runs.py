@@ -31,8 +31,13 @@ class Step:
 
 
 def eager_step(model: nn.Module, batch: Mapping[str, Any], seed: int) -> Step:
-    """PyTorch's own."""
-    return _step(model, model, batch, seed, lambda x: x)
+    """PyTorch's own. UnsupportedError where it draws random numbers: the other ways would draw others."""
+    before = _random_states()
+    found = _step(model, model, batch, seed, lambda x: x)
+    if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
+        hint = "set dropout to 0, or call model.eval()"
+        raise UnsupportedError("the model draws random numbers, which no two runs share", hint=hint)
+    return found
 
 
 def compiled_step(
@@ -85,14 +90,7 @@ class _Oracle:
     wide: dict[int, Tensor] = field(default_factory=dict)
 
     def backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Call:
-        graph = normalise(gm, example_inputs)
-        for n in graph.graph.nodes:
-            if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
-                raise UnsupportedError(
-                    f"the model draws random numbers ({n.target}), which no two runs share",
-                    hint="set dropout to 0, or call model.eval()",
-                )
-        wide = widen(graph)
+        wide = widen(normalise(gm, example_inputs))
 
         def run(*inputs: Any) -> Any:
             with double_precision(), torch.autocast("cpu", enabled=False):
@@ -124,6 +122,10 @@ def _step(call: Call, model: nn.Module, batch: Mapping[str, Any], seed: int, lea
         ends, cotangents = zip(*seeds, strict=True)
         gradients = torch.autograd.grad(ends, list(wanted.values()), cotangents, allow_unused=True)
     return Step({name: x.detach() for name, x in outputs.items()}, dict(zip(wanted, gradients, strict=True)))
+
+
+def _random_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
 def _cotangents(outputs: Mapping[str, Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:

@@ -133,8 +133,8 @@ def check(
         ours, oracle = compiled_step(model, options), float64_step(model)
         for seed in range(seeds):
             batch = subject.renew(seed) if subject.renew else varied(subject.batch, seed)
-            steps = ours(batch, seed), eager_step(model, batch, seed), oracle(batch, seed)
-            for kind, name, pair in _compare(model, batch, *steps):
+            eager = eager_step(model, batch, seed)
+            for kind, name, pair in _compare(model, batch, ours(batch, seed), eager, oracle(batch, seed)):
                 errors.setdefault((kind, name), []).append(pair)
             progress(seed)
     return _judge(subject, errors, seeds, bar or Bar())
@@ -166,21 +166,20 @@ def _compare(
     for name, x in eager.outputs.items():
         yield "output", name, _errors(ours.outputs.get(name), x, oracle.outputs[name])
     rows = _target_rows(model, batch)
-    for name, g in eager.gradients.items():
-        mine, reference = ours.gradients[name], oracle.gradients[name]
-        if g is None and mine is None and reference is None:
+    for name, eagers in eager.gradients.items():
+        given = (ours.gradients[name], eagers, oracle.gradients[name])
+        like = next((g for g in (eagers, *given) if g is not None), None)
+        if like is None:  # nobody's gradient reaches it
             continue
-        like = next(t for t in (g, mine, reference) if t is not None)
-        zero = torch.zeros_like(like, dtype=(g if g is not None else like).dtype)
-        mine, g, reference = (t if t is not None else zero for t in (mine, g, reference))
-        if name in rows:
-            hit = torch.zeros(g.shape[0], dtype=torch.bool, device=g.device)
-            hit[rows[name]] = True
-            for part, where in (("target rows", hit), ("other rows", ~hit)):
-                if where.any():
-                    yield "gradient", f"{name} [{part}]", _errors(mine[where], g[where], reference[where])
-        else:
-            yield "gradient", name, _errors(mine, g, reference)
+        three = [g if g is not None else torch.zeros_like(like) for g in given]
+        if name not in rows:
+            yield "gradient", name, _errors(*three)
+            continue
+        hit = torch.zeros(like.shape[0], dtype=torch.bool, device=like.device)
+        hit[rows[name]] = True
+        for part, where in (("target rows", hit), ("other rows", ~hit)):
+            if bool(where.any()):
+                yield "gradient", f"{name} [{part}]", _errors(*(g[where] for g in three))
 
 
 def _errors(ours: Tensor | None, eager: Tensor, reference: Tensor) -> Errors:
@@ -192,8 +191,8 @@ def _errors(ours: Tensor | None, eager: Tensor, reference: Tensor) -> Errors:
 def _target_rows(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """For the LM head's weight, the rows that are some token's target: their gradient has another size and source."""
     labels = next((batch[n] for n in ("shift_labels", "labels") if isinstance(batch.get(n), Tensor)), None)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    weight = getattr(head, "weight", None)
+    head: Any = getattr(model, "get_output_embeddings", None)
+    weight = getattr(head(), "weight", None) if callable(head) else None
     if not isinstance(labels, Tensor) or not isinstance(weight, Tensor) or labels.is_floating_point():
         return {}
     shifted = labels[:, 1:] if labels.dim() == 2 and "shift_labels" not in batch else labels

@@ -82,10 +82,9 @@ def prove(node: Node) -> Facts:
 
 def make_attention_causal(gm: GraphModule) -> list[str]:
     """Rewrite the attention calls of a normalised graph where a proof allows it; one line a call says what was done."""
-    lines = []
     facts: dict[Node, Facts] = {}
-    for node in gm.graph.find_nodes(op="call_function", target=SDPA):
-        lines.append(f"{_place(node)}: {_rewrite(node, facts)}")
+    calls = gm.graph.find_nodes(op="call_function", target=SDPA)
+    lines = [f"{_place(node)}: {_rewrite(node, facts)}" for node in calls]
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()

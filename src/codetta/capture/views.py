@@ -134,7 +134,7 @@ def _sibling_cuts(x: fx.Node, at: int, size: int, begin: int, stop: int) -> set[
         if user.target is aten.slice.Tensor and user.args[0] is x:
             given: tuple[Any, ...] = (*user.args[1:4], *(0, None, None)[len(user.args) - 1 :])
             if given[0] % fake(x).dim() == at:
-                other = _bounds(*given[1:], size)
+                other = _bounds(given[1], given[2], size)
                 if other[1] <= begin or other[0] >= stop:
                     cuts |= set(other)
     return cuts

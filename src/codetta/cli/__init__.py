@@ -35,8 +35,11 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except CodettaError as error:
-            typer.echo(f"codetta: {error}", err=True)
+        except Exception as error:
+            told = getattr(error, "inner_exception", error)  # torch.compile wraps what its backend raises
+            if not isinstance(told, CodettaError):
+                raise
+            typer.echo(f"codetta: {told}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -15,7 +15,7 @@ from codetta.errors import PlanError
 from codetta.ir import ops
 from codetta.ir.build import cast, input_
 from codetta.ir.graph import Graph
-from codetta.partition.assign import operands
+from codetta.partition.assign import compared, operands
 from codetta.partition.build import storage_dtype
 from codetta.partition.size import bytes_of
 
@@ -72,7 +72,8 @@ def cut(
     ``only``, nothing but these and the named inputs may pass; PlanError where they do not suffice."""
     roots = list(grads.values())
     late = _depending_on(set(cotangents), roots)
-    stored = _stored(forward, set(again))
+    exact = compared(postorder(roots))
+    stored = _stored(forward, set(again), exact)
     needed = _needed(roots, late)
     if only is None:
         # an operand of backward's GEMMs that forward stored: keeping it moves nothing
@@ -129,14 +130,14 @@ def _depending_on(sources: set[Node], roots: list[Node]) -> set[Node]:
     return found
 
 
-def _stored(forward: Graph, again: set[Node]) -> dict[Node, Node]:
+def _stored(forward: Graph, again: set[Node], exact: set[Node]) -> dict[Node, Node]:
     """Forward values that are in memory anyway, with what they are in memory as: a rounded value serves for itself."""
     found: dict[Node, Node] = {}
     for n in [*forward.roots, *(a for g in forward.contractions for a in operands(g))]:
         if n in again or n.op is ops.INPUT:
             continue
         found[n] = n
-        if n.op is ops.CAST and n.type.dtype.is_float and n.args[0].op is not ops.INPUT:
+        if n.op is ops.CAST and n.type.dtype.is_float and n.args[0].op is not ops.INPUT and n.args[0] not in exact:
             found.setdefault(n.args[0], n)
     return found
 
@@ -165,7 +166,7 @@ def _cheapest(needed: list[Node], capacity_of: Callable[[Node], int | None]) -> 
         flow.add_edge((n, "in"), (n, "out"), **({} if capacity is None else {"capacity": capacity}))
         for a in n.args:
             flow.add_edge((a, "out"), (n, "in"))
-        if n.op in (ops.INPUT, ops.MATMUL, ops.REDUCE, ops.LSE, ops.SELECT):
+        if n.op in (ops.INPUT, ops.MATMUL, ops.REDUCE, ops.LSE, ops.SELECT) or n in exact:
             flow.add_edge("have", (n, "in"))
     for n in needed:
         flow.add_edge((n, "out"), "need")

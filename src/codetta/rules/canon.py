@@ -9,6 +9,7 @@ from codetta.ir import ops
 from codetta.ir.build import add, apply, cast, const, div, expand, join, mul, neg, sub, sum_row, where
 from codetta.ir.split import Split, halves
 from codetta.rules.match import (
+    COMPARISONS,
     either_way,
     gain,
     is_arithmetic,
@@ -155,9 +156,10 @@ def expand_after_map(n: Node) -> Node | None:
 @rule("f(round x) = f(x)", lambda: mul(narrow(x_tile()), 2.0))
 def round_before_arithmetic(n: Node) -> Node | None:
     """Arithmetic is done in the compute dtype: a value that was rounded only to be computed with again is not rounded,
-    a stored value that was widened for arithmetic is widened by it anyway."""
+    a stored value that was widened for arithmetic is widened by it anyway. A comparison sees what was rounded: a
+    largest element equals itself."""
     reduces = n.op in (ops.REDUCE, ops.LSE, ops.SELECT)
-    if not (is_arithmetic(n) or reduces):
+    if not (is_arithmetic(n) or reduces) or n.op in COMPARISONS:
         return None
     for i, a in enumerate(n.args):
         if a.op is ops.CAST and a.type.dtype.is_float and a.args[0].type.dtype.is_float:

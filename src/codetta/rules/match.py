@@ -29,6 +29,9 @@ def number(n: Node) -> float | int:
     return value if isinstance(value, float | int) else float("nan")
 
 
+COMPARISONS = {ops.EQ, ops.NE, ops.LT, ops.LE, ops.GT, ops.GE}
+
+
 def is_arithmetic(n: Node) -> bool:
     """An elementwise map that computes in the compute dtype, whatever its operands' storage: no cast, no repetition."""
     return n.op.family == "map" and n.op not in (ops.CAST, ops.EXPAND)

@@ -1,0 +1,330 @@
+"""A mask is called causal only if it is: models, hand-written masks, and masks that are almost causal."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Interpreter
+from torch.nn.functional import scaled_dot_product_attention as attend
+from transformers import ViTConfig, ViTForImageClassification
+
+from codetta.capture.mask import SDPA, Facts, make_attention_causal, prove
+from codetta.capture.normalise import normalise
+
+aten = torch.ops.aten
+CAUSAL = Facts(causal=True)
+
+
+def masks(captured):
+    calls = captured.graph.graph.find_nodes(op="call_function", target=SDPA)
+    return list(dict.fromkeys(n.args[3] for n in calls if len(n.args) > 3 and n.args[3] is not None))
+
+
+def value_of(node, captured):
+    """What a node of the captured graph is, in numbers."""
+
+    class Reader(Interpreter):
+        def run_node(self, n):
+            found[n] = super().run_node(n)
+            return found[n]
+
+    found = {}
+    with torch.no_grad():
+        Reader(captured.graph).run(*captured.inputs)
+    return found[node]
+
+
+def hides_what_it_should(facts, mask):
+    """Whether a mask in numbers is exactly what is claimed about it, for claims that need no data."""
+    queries, keys = mask.shape[-2:]
+    q, k = torch.arange(queries)[:, None], torch.arange(keys)
+    expected = torch.ones(queries, keys, dtype=torch.bool)
+    if facts.causal:
+        expected &= k <= q
+    if facts.window is not None:
+        expected &= k > q - facts.window
+    allowed = mask if mask.dtype is torch.bool else mask == 0
+    return torch.equal(allowed.expand(*allowed.shape[:-2], queries, keys), expected.expand(allowed.shape))
+
+
+MODELS = [
+    ("llama", None, ["causal"]),
+    ("llama", True, ["causal"]),
+    ("qwen3", None, ["causal"]),
+    ("mistral", None, ["causal + window 16"]),
+    ("gemma2", True, ["causal + window 16", "causal"]),
+    ("gpt2", None, ["causal"]),
+]
+
+
+@pytest.mark.parametrize("name, dynamic, expected", MODELS)
+def test_masks_of_models(name, dynamic, expected, build, tokens, capture):
+    captured = capture(build(name), input_ids=tokens, labels=tokens, dynamic=dynamic)
+    found = masks(captured)
+    assert [str(prove(m)) for m in found] == expected
+    assert all(hides_what_it_should(prove(m), value_of(m, captured)) for m in found)
+
+
+@pytest.mark.parametrize("name, dynamic", [("llama", None), ("llama", True), ("qwen3", None), ("gpt2", None)])
+def test_attention_becomes_causal_and_the_model_stays_the_same(name, dynamic, build, tokens, capture):
+    captured = capture(build(name), input_ids=tokens, labels=tokens, dynamic=dynamic)
+    before = loss_and_gradients(captured)
+    lines = make_attention_causal(captured.graph)
+    grouped = ", enable_gqa=True" if name != "gpt2" else ""
+    assert [line.split(": ")[1] for line in lines] == [f"causal; now is_causal=True{grouped}"] * 2
+    if name == "llama":
+        assert [line.split(": ")[0] for line in lines] == [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    count = Counter(captured.ops())
+    assert not {"aten.cumsum.default", "aten.diff.default", "aten.le.Tensor", "aten.index.Tensor"} & {*count}
+    assert count["aten.scaled_dot_product_attention.default"] == 2
+    for call in captured.graph.graph.find_nodes(op="call_function", target=SDPA):
+        assert call.args[3:] == (None, 0.0, True)
+        assert call.args[1].target is not aten.reshape.default
+    for ours, theirs in zip(loss_and_gradients(captured), before, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+def loss_and_gradients(captured):
+    outputs = captured.graph(*captured.inputs)
+    wanted = [x for x in captured.inputs if isinstance(x, Tensor) and x.requires_grad]
+    return [outputs[0].detach(), *torch.autograd.grad(outputs[0], wanted)]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("length", [12, 16, 17])
+def test_a_window_counts_only_where_it_is_shorter_than_the_text(length, dynamic, build, tokens, capture):
+    tokens = tokens[:, :length]
+    captured = capture(build("mistral"), input_ids=tokens, labels=tokens, dynamic=dynamic)
+    lines = make_attention_causal(captured.graph)
+    wide = length <= 16
+    assert ["left alone" not in line for line in lines] == [wide] * 2
+    assert wide or "keys and a window of 16" in lines[0]
+
+
+GIVEN = {
+    "attention_mask": (lambda n: torch.ones(2, n, dtype=torch.long), "causal + key padding (attention_mask)"),
+    "position_ids": (lambda n: torch.arange(n).expand(2, n).contiguous(), "causal + same document (cumsum)"),
+    "4-D": (lambda n: torch.ones(2, 1, n, n, dtype=torch.bool).tril(), "unknown (attention_mask[a0, 0, a2, a3])"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("what", GIVEN)
+def test_data_is_never_taken_for_causal(what, dynamic, build, tokens, capture):
+    make, expected = GIVEN[what]
+    given = {"attention_mask" if what == "4-D" else what: make(24)}
+    captured = capture(build("llama"), input_ids=tokens, labels=tokens, dynamic=dynamic, **given)
+    (mask,) = masks(captured)
+    assert str(prove(mask)) == expected
+    before = captured.ops()
+    lines = make_attention_causal(captured.graph)
+    assert all("left alone: it is not exactly causal" in line for line in lines)
+    assert captured.ops() == before
+
+
+def test_a_mask_that_hides_nothing_is_dropped(capture):
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8
+    )
+    model, image = ViTForImageClassification(config).eval(), torch.randn(2, 3, 16, 16)
+    captured = capture(model, pixel_values=image)
+    before = captured.graph(*captured.inputs)
+    assert [str(prove(m)) for m in masks(captured)] == ["all true"]
+    lines = make_attention_causal(captured.graph)
+    assert [line.split(": ")[1] for line in lines] == ["all true; now no mask"] * 2
+    assert masks(captured) == []
+    torch.testing.assert_close(captured.graph(*captured.inputs), before)
+
+
+# Masks by hand, from (queries, keys) positions.
+
+
+def positions(q, k):
+    return torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+
+
+def lowest(q):
+    return torch.finfo(q.dtype).min
+
+
+BY_HAND = {
+    "tril": (lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(), "causal"),
+    "not triu": (lambda q, k: ~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1), "causal"),
+    "bias by triu": (lambda q, k: torch.full((q.shape[2], k.shape[2]), float("-inf")).triu(1), "causal"),
+    "bias by where": (
+        lambda q, k: torch.where(positions(q, k)[1] <= positions(q, k)[0], 0.0, lowest(q)),
+        "causal",
+    ),
+    "bias by fill": (
+        lambda q, k: torch.zeros(q.shape[2], k.shape[2]).masked_fill(
+            positions(q, k)[1] > positions(q, k)[0], float("-inf")
+        ),
+        "causal",
+    ),
+    "shifted twice": (lambda q, k: positions(q, k)[1] + 3 <= positions(q, k)[0] + 3, "causal"),
+    "doubled": (lambda q, k: positions(q, k)[0].mT - positions(q, k)[1] == 0, "unknown"),
+    "window": (
+        lambda q, k: (positions(q, k)[0] >= positions(q, k)[1]) & (positions(q, k)[0] - positions(q, k)[1] < 5),
+        "causal + window 5",
+    ),
+    "everything": (lambda q, k: positions(q, k)[0] + positions(q, k)[1] >= 0, "unknown"),
+    "constant": (lambda q, k: torch.zeros(q.shape[2], k.shape[2], dtype=torch.long) == 0, "all true"),
+    "one row": (lambda q, k: positions(q, k)[1] <= torch.zeros(1, 1, dtype=torch.long), "unknown"),
+    "tril 1": (lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1), "unknown"),
+    "tril -1": (lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(-1), "unknown"),
+    "triu": (lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(), "unknown"),
+    "weak bias": (lambda q, k: torch.full((q.shape[2], k.shape[2]), -1e4).triu(1), "unknown"),
+    "either": (lambda q, k: (positions(q, k)[1] <= positions(q, k)[0]) | (positions(q, k)[1] < 2), "unknown"),
+    "nothing": (lambda q, k: torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool), "unknown"),
+    "from the end": (lambda q, k: (positions(q, k)[1] - 1)[:, positions(q, k)[1][0] - 1] <= positions(q, k)[0], "unknown"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_masks_by_hand(name, dynamic, capture):
+    make, expected = BY_HAND[name]
+    q, k, v = torch.randn(3, 2, 2, 8, 4).unbind()
+    captured = capture(lambda q, k, v: attend(q, k, v, make(q, k)), q, k, v, dynamic=dynamic)
+    before = captured.graph(*captured.inputs)
+    (mask,) = masks(captured)
+    facts = prove(mask)
+    assert ("unknown" if facts.unknown else str(facts)) == expected
+    if not facts.unknown:
+        assert hides_what_it_should(facts, value_of(mask, captured))
+    lines = make_attention_causal(captured.graph)
+    assert ("left alone" in lines[0]) == (facts not in (CAUSAL, Facts()))
+    torch.testing.assert_close(captured.graph(*captured.inputs), before, equal_nan=True)
+
+
+def swap(node):
+    node.args = (node.args[1], node.args[0])
+
+
+def to(target):
+    return lambda node: setattr(node, "target", target)
+
+
+def argument(position, value):
+    return lambda node: node.update_arg(position, value)
+
+
+NEARLY = {
+    "le to lt": ("aten.le.Tensor", to(aten.lt.Tensor)),
+    "le to ge": ("aten.le.Tensor", to(aten.ge.Tensor)),
+    "swapped": ("aten.le.Tensor", swap),
+    "shifted": ("aten.add.Tensor", argument(1, 1)),
+    "first minus 2": ("aten.sub.Tensor", argument(1, 2)),
+    "second difference": ("aten.diff.default", argument(1, 2)),
+    "eq to ne": ("aten.eq.Tensor", to(aten.ne.Tensor)),
+    "ne 2": ("aten.ne.Scalar", argument(1, 2)),
+    "other axis": ("aten.cumsum.default", argument(1, 0)),
+    "or": ("aten.__and__.Tensor", to(aten.__or__.Tensor)),
+}
+# Some changes leave the mask as it is, in numbers: a document index that counts more is still one document per row.
+HARMLESS = {"first minus 2", "ne 2", "other axis"}
+
+
+@pytest.mark.parametrize("change", NEARLY)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_nearly_causal_is_not_causal(change, dynamic, build, tokens, capture):
+    captured = capture(build("llama", num_hidden_layers=1), input_ids=tokens, labels=tokens, dynamic=dynamic)
+    (mask,) = masks(captured)
+    assert prove(mask) == CAUSAL
+    target, apply = NEARLY[change]
+    ancestors = {mask, *mask.all_input_nodes}
+    while more := {m for n in ancestors for m in n.all_input_nodes} - ancestors:
+        ancestors |= more
+    changed = 0
+    for node in [n for n in captured.graph.graph.nodes if n in ancestors and str(n.target) == target]:
+        before = (node.target, node.args)
+        apply(node)
+        captured.graph.recompile()
+        facts = prove(mask)
+        numbers = tril_in_numbers(mask, captured)
+        assert facts != CAUSAL or numbers
+        assert numbers or facts != CAUSAL
+        changed += facts != CAUSAL
+        node.target, node.args = before
+    assert changed >= 1 or change in HARMLESS
+
+
+def tril_in_numbers(mask, captured):
+    try:
+        return hides_what_it_should(CAUSAL, value_of(mask, captured))
+    except RuntimeError:  # the changed graph does not run
+        return False
+
+
+def test_written_memory_proves_nothing(capture):
+    def f(q, k, v):
+        limit = torch.arange(8)
+        other = limit[2:]
+        mask = limit <= limit[:, None]
+        other.add_(5)
+        return attend(q, k, v, mask) + (limit + other.sum()).sum()
+
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    captured = capture(f, q, k, v)
+    (mask,) = masks(captured)
+    assert prove(mask).unknown == ("made from memory that is written to",)
+
+
+def test_cross_attention_is_left_alone(capture):
+    q, k, v = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4)
+    captured = capture(lambda q, k, v: attend(q, k, v, BY_HAND["tril"][0](q, k)), q, k, v)
+    assert "6 queries and 8 keys" in make_attention_causal(captured.graph)[0]
+
+
+def test_a_mask_with_a_gradient_is_left_alone(capture):
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    bias = torch.zeros(8, 8, requires_grad=True)
+    captured = capture(lambda q, k, v, bias: attend(q, k, v, bias), q, k, v, bias)
+    assert "left alone: the mask has a gradient" in make_attention_causal(captured.graph)[0]
+
+
+@pytest.mark.parametrize("spelling", ["expand", "repeat_interleave", "only the keys"])
+def test_repeated_heads(spelling, capture):
+    def repeat(x):
+        if spelling == "repeat_interleave":
+            return x.repeat_interleave(3, 1)
+        return x[:, :, None].expand(2, 2, 3, 8, 4).reshape(2, 6, 8, 4)
+
+    def f(q, k, v):
+        return attend(q, repeat(k), repeat(v) if spelling != "only the keys" else v.repeat(1, 3, 1, 1), is_causal=True)
+
+    q, (k, v) = torch.randn(2, 6, 8, 4, requires_grad=True), torch.randn(2, 2, 2, 8, 4).unbind()
+    captured = capture(f, q, k.requires_grad_(), v.requires_grad_())
+    before = [t.clone() for t in run(captured)]
+    (line,) = make_attention_causal(captured.graph)
+    if spelling == "only the keys":
+        assert line.endswith("left alone: nothing to gain")
+    else:
+        assert line.endswith("is_causal; now is_causal=True, enable_gqa=True")
+        assert captured.ops() == ["aten.scaled_dot_product_attention.default"]
+    for ours, theirs in zip(run(captured), before, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def run(captured):
+    (out,) = captured.graph(*captured.inputs)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), captured.inputs)]
+
+
+def test_a_guard_keeps_the_proof_true(build, tokens):
+    torch._dynamo.reset()
+    seen, model = [], build("mistral", num_hidden_layers=1)
+
+    def backend(gm, example_inputs):
+        graph = normalise(gm, example_inputs)
+        seen.extend(make_attention_causal(graph))
+        return graph
+
+    compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+    for length in (10, 14, 24, 12):
+        ids = tokens[:, :length].contiguous()
+        loss = compiled(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss, rtol=1e-5, atol=1e-6)
+    assert ["left alone" in line for line in seen] == [False, True]
