@@ -12,7 +12,6 @@ from torch import fx
 from codetta.capture.align import Value
 from codetta.capture.layout import (
     ColumnDim,
-    atoms,
     chain,
     column_dim,
     move,
@@ -176,27 +175,29 @@ def _glu(s: Scope, x: Any, dim: int) -> Value:
 
 
 def _cat(s: Scope, tensors: Sequence[Any], dim: int) -> Value:
-    values = [s.value(t) for t in tensors if not _is_empty(t)]
-    at = dim % len(values[0].dims)
-    if len(values) == 1:
-        return values[0]
-    if all(not v.dims[at] for v in values):
-        return _stacked(values, at)
-    return _joined(values, at, [column_dim(v.dims, at, _cols(v)) for v in values])
+    values = [s.value(t) for t in tensors]
+    return concatenated(values, dim % len(values[0].dims))
 
 
 def _stack(s: Scope, tensors: Sequence[Any], dim: int) -> Value:
     values = [s.value(t) for t in tensors]
-    at = dim % (len(values[0].dims) + 1)
-    return _stacked([Value(v.node, (*v.dims[:at], (), *v.dims[at:])) for v in values], at)
+    return stacked(values, dim % (len(values[0].dims) + 1))
 
 
-def _stacked(values: Sequence[Value], at: int) -> Value:
-    """Values laid along a new dimension of columns, just outside the columns of the later dimensions."""
-    later = values[0].dims[at + 1 :]
-    block = product(a.size for a in chain(later, "column"))
-    if not isinstance(block, int) or len(atoms(later, "column")) != len(atoms(values[0].dims[at:], "column")):
-        raise UnsupportedError("a dimension of columns with no place among the others")
+def stacked(values: Sequence[Value], at: int) -> Value:
+    """Values laid along a new dimension of columns."""
+    return concatenated([Value(v.node, (*v.dims[:at], (), *v.dims[at:])) for v in values], at)
+
+
+def concatenated(values: Sequence[Value], at: int) -> Value:
+    """Values laid along a dimension of columns; one that does not exist yet gets its place outside the later ones."""
+    if len(values) == 1:
+        return values[0]
+    if any(v.dims[at] for v in values):
+        return _joined(values, at, [column_dim(v.dims, at, _cols(v)) for v in values])
+    block = product(a.size for a in chain(values[0].dims[at + 1 :], "column"))
+    if not isinstance(block, int) or block == 0:
+        raise UnsupportedError("columns of unknown number put together")
     return _joined(values, at, [ColumnDim(_cols(v) // block, 1, block) for v in values])
 
 
@@ -204,18 +205,11 @@ def _joined(values: Sequence[Value], at: int, places: Sequence[ColumnDim]) -> Va
     total = sum(c.size for c in places)
     if len({(c.groups, c.block) for c in places}) != 1:
         raise UnsupportedError("parts whose columns are grouped differently")
-    whole = ColumnDim(places[0].groups, total, places[0].block)
     dims = {resized(v.dims, at, c, total) for v, c in zip(values, places, strict=True)}
     if len(dims) != 1:
         raise UnsupportedError("parts whose dimensions lie differently")
-    split = _split_of(whole, [c.size for c in places])
-    if split is ADJACENT and len(values) != 2:
-        raise UnsupportedError(f"{len(values)} columns interleaved")
-    return Value(join(split, *(v.node for v in values)), dims.pop())
-
-
-def _is_empty(t: Any) -> bool:
-    return isinstance(t, fx.Node) and any(s == 0 for s in shape_of(fake(t))[-1:])
+    whole = ColumnDim(places[0].groups, total, places[0].block)
+    return Value(join(_split_of(whole, [c.size for c in places]), *(v.node for v in values)), dims.pop())
 
 
 # --- complex numbers --------------------------------------------------------------------------------------------------
@@ -231,8 +225,7 @@ def _as_real(s: Scope, x: Any) -> Value:
     real, imag = s.complex_lanes(x)
     if not (isinstance(real, Value) and isinstance(imag, Value)):
         raise OpaqueArgument(x)
-    at = len(real.dims)
-    return _stacked([Value(v.node, (*v.dims, ())) for v in (real, imag)], at)
+    return stacked([real, imag], len(real.dims))
 
 
 COPIES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from codetta.core.types import DType
 from codetta.errors import TypeMismatch
@@ -15,6 +15,11 @@ from codetta.lang.body import program_of
 from codetta.lang.record import user_frame, user_line
 from codetta.lang.signature import gemm_of
 from codetta.lang.source import program_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from codetta.runtime.author import Backward
 
 Traced = Callable[..., Value | Mapping[str, Value]]
 Decorator = Callable[[Traced], "Epilogue"]
@@ -34,7 +39,17 @@ class Epilogue:
     def __str__(self) -> str:
         return program_text(self.program)
 
-    # vjp() and run() come from rooms further on (autodiff, backends), which this one does not import.
+    def vjp(self, incoming: str | None = None) -> Backward:
+        """The derived backward programs, in order; see ``codetta.runtime.author.vjp``."""
+        from codetta.runtime.author import vjp
+
+        return vjp(self.program, incoming)
+
+    def run(self, *operands: Tensor, **params: Tensor | float) -> dict[str, Tensor]:
+        """The outputs on PyTorch tensors; see ``codetta.runtime.author.run``."""
+        from codetta.runtime.author import run
+
+        return run(self.program, *operands, **params)
 
 
 @overload

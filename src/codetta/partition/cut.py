@@ -73,13 +73,14 @@ def cut(
     roots = list(grads.values())
     late = _depending_on(set(cotangents), roots)
     exact = compared(postorder(roots))
-    stored = _stored(forward, set(again), exact)
+    again = set(again) - exact
+    stored = _stored(forward, again, exact)
     needed = _needed(roots, late)
     if only is None:
         # an operand of backward's GEMMs that forward stored: keeping it moves nothing
         free = {a for n in postorder(roots) if n in late and n.op is ops.MATMUL for a in n.args if a in stored}
-        chosen = _cheapest(needed, lambda n: 0 if n in free else _capacity(n, stored, set(again)))
-        kept = _named(forward, chosen, stored)
+        chosen = _cheapest(needed, lambda n: 0 if n in free else _capacity(n, stored, again))
+        kept = _named(forward, chosen, stored, exact)
     else:
         kept = list(only)
         allowed = {n for k in kept for n in (k.node, k.stored)}
@@ -95,7 +96,7 @@ def cut(
     return Joint(Graph(forward.inputs, tuple(outputs.items())), backward, tuple(kept))
 
 
-def _named(forward: Graph, chosen: list[Node], stored: dict[Node, Node]) -> list[Kept]:
+def _named(forward: Graph, chosen: list[Node], stored: dict[Node, Node], exact: set[Node]) -> list[Kept]:
     """The chosen values as they are stored: rounded if anything rounded is there, under the name of an output if it
     is one."""
     names = {n: name for name, n in reversed(forward.outputs)}
@@ -107,7 +108,8 @@ def _named(forward: Graph, chosen: list[Node], stored: dict[Node, Node]) -> list
             continue
         value = stored.get(n, n)
         wide = value.type.dtype.is_float and value.type.dtype is compute_dtype(value.type.dtype)
-        if value.type.kind is Kind.TILE and wide and narrow is not None and value not in names:
+        between_steps = value not in names and value not in exact
+        if value.type.kind is Kind.TILE and wide and narrow is not None and between_steps:
             value = cast(value, narrow)
         output = names.get(value)
         if output is None:
@@ -157,8 +159,8 @@ def _needed(roots: list[Node], late: set[Node]) -> list[Node]:
 def _cheapest(needed: list[Node], capacity_of: Callable[[Node], int | None]) -> list[Node]:
     """A minimum cut, by bytes written and read, between what cannot be computed again and what is needed.
 
-
     Of equal cuts the one nearest to backward is taken, so a scaled value rather than the raw accumulator."""
+    exact = compared(postorder(needed))
     flow: nx.DiGraph[object] = nx.DiGraph()
     flow.add_nodes_from(("need", "have"))
     for n in postorder(needed):

@@ -13,7 +13,7 @@ from codetta.ir.graph import Graph
 from codetta.partition.build import make_plan
 from codetta.partition.cut import MEMORY, Kept, Memory, cut, recomputable
 from codetta.partition.plan import Plan
-from codetta.rules.pipeline import reparameterise, simplify
+from codetta.rules.pipeline import reparameterise, simplify, without_motion
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,14 @@ def derive(
     return {cotangent_name(str(n.attrs[0])): g for n, g in zip(found, simple, strict=True)}, list(chosen.values())
 
 
-def plan_training(graph: Graph, wrt: Collection[str], memory: Memory = "balanced") -> TrainingPlan:
-    """Plan forward and backward of a captured graph for gradients of the named inputs."""
+def plan_training(
+    graph: Graph, wrt: Collection[str], memory: Memory = "balanced", as_written: bool = False
+) -> TrainingPlan:
+    """Plan forward and backward of a captured graph for gradients of the named inputs. A graph that is ``as_written``
+    is not reparameterised."""
     if memory not in MEMORY:
         raise SettingsError(f"memory={memory!r}", hint=f"one of {', '.join(MEMORY)}")
-    forward = reparameterise(graph)
+    forward = graph if as_written else reparameterise(graph)
     grads, cotangents = derive(forward, wrt)
     joint = cut(forward, grads, cotangents)
     backward = make_plan(joint.backward)
@@ -84,3 +87,14 @@ def plan_for_given(training: TrainingPlan, given: Collection[str]) -> Plan:
 def plan_inference(graph: Graph) -> Plan:
     """The plan of a captured graph from which no gradient is asked."""
     return make_plan(reparameterise(graph))
+
+
+def plan_boundary_fusion(graph: Graph, wrt: Collection[str], given: Collection[str]) -> tuple[Plan, Plan]:
+    """Forward and backward as ideal per-boundary fusion would run them, to compare with: no map moves across a GEMM,
+    every GEMM is bare, each chain between two GEMMs is one pass."""
+    still = without_motion(graph)
+    if not wrt:
+        return make_plan(still, epilogues=False), make_plan(Graph((), ()))
+    grads, cotangents = derive(still, wrt, given)
+    joint = cut(still, grads, cotangents)
+    return make_plan(joint.forward, epilogues=False), make_plan(joint.backward, epilogues=False)

@@ -27,6 +27,12 @@ def reparameterise(graph: Graph, frozen_gains: bool = False, record: list[Fired]
     return merge_siblings(graph)
 
 
+def without_motion(graph: Graph) -> Graph:
+    """A forward graph in normal form, siblings merged, with every map where the model has it."""
+    graph = merge_siblings(graph)
+    return _mapped(graph, rewrite(graph.roots, LOCAL))
+
+
 def simplify(roots: list[Node], forward: Collection[Node], record: list[Fired] | None = None) -> list[Node]:
     """Gradients in normal form; the forward nodes in them stay what they are, so that saved values are found."""
     return rewrite(roots, LOCAL, frozen=forward, record=record)
