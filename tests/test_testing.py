@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from codetta.testing import Bar, Errors, geometric_mean, relative_error
+from codetta.testing import Bar, Errors, geometric_mean, pooled, relative_error
 
 BAR = Bar()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -89,3 +89,16 @@ def test_geometric_mean():
     assert geometric_mean([]) == 1.0
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
     assert BAR.why_not_all([Errors(1.01, 1.0, torch.float32)])
+
+
+def test_a_scalar_is_one_draw_a_seed():
+    pair = Errors(2e-6, 1e-6, torch.float32)
+    assert BAR.why_not(pair)
+    assert BAR.why_not(Errors(2e-6, 1e-6, torch.float32, is_scalar=True)) is None
+    assert BAR.why_not(Errors(4e-6, 1e-6, torch.float32, is_scalar=True))
+
+
+def test_seeds_are_pooled_by_root_mean_square():
+    seeds = [Errors(3.0, 1.0, torch.float32), Errors(4.0, 1.0, torch.float32)]
+    assert pooled(seeds).ours == pytest.approx(math.sqrt(12.5))
+    assert pooled(seeds).eager == 1.0

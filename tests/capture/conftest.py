@@ -1,6 +1,6 @@
 """Tiny models, and a backend that keeps what Dynamo handed over beside its normalised form."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers import (
 from codetta.capture.normalise import ignore_warning_loggers, normalise
 
 VOCABULARY = 256
+FORBIDDEN = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "tag_activation_checkpoint", "inference_mode")
 LLAMA_LIKE = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -100,6 +101,31 @@ def build(name: str, **changes: Any) -> nn.Module:
     return models[name]().train()
 
 
+def run(gm: Callable[..., Any], inputs: Iterable[Any]) -> tuple[Any, list[Any], list[Any]]:
+    """Outputs of ``gm`` and the gradients of the sum of their squares, on fresh copies of the inputs."""
+    fresh = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+    torch.manual_seed(3)
+    outputs = gm(*fresh)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    total = sum(y.float().square().sum() for y in outputs if isinstance(y, Tensor) and y.requires_grad)
+    if isinstance(total, Tensor):
+        total.backward()
+    return outputs, [x.grad if isinstance(x, Tensor) else None for x in fresh], fresh
+
+
+def same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return a == b
+    return isinstance(b, Tensor) and a.dtype == b.dtype and a.requires_grad == b.requires_grad and torch.equal(a, b)
+
+
+def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    """Bit for bit: outputs, gradients, and inputs that the graph writes to."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [same(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)
+    assert any(g is not None and g.abs().sum() > 0 for g in expected[1])
+
+
 @dataclass
 class Captured:
     """What the backend saw on its last call: Dynamo's graph, the normalised one, and the inputs of the last run."""
@@ -129,6 +155,24 @@ class Captured:
         """The operators of the last normalised graph, in order."""
         return [str(n.target) for n in self.graph.graph.nodes if n.op == "call_function"]
 
+    def assert_explicit(self) -> None:
+        """No node depends on a mode."""
+        for node in self.graph.graph.nodes:
+            assert node.op in ("placeholder", "get_attr", "call_function", "output")
+            assert not any(word in str(node.target) for word in FORBIDDEN), node.target
+
+    def assert_same_as_dynamo(self, autocast: bool = False) -> None:
+        """The normalised graph is Dynamo's graph in outputs, gradients and written inputs."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected = run(self.dynamo[-1], self.inputs)
+        assert_same(run(self.graph, self.inputs), expected)
+
+    def assert_same_as(self, f: Callable[..., Any], operands: Iterable[Any]) -> None:
+        """The compiled function is ``f``."""
+        operands = list(operands)
+        assert self.compiled is not None
+        assert_same(run(self.compiled, operands), run(f, operands))
+
 
 @pytest.fixture(name="build")
 def _build() -> Callable[..., nn.Module]:
@@ -153,3 +197,10 @@ def capture() -> Callable[..., Captured]:
         return captured
 
     return run
+
+
+@pytest.fixture
+def operands() -> list[Tensor]:
+    """Two small matrices, (4, 8) and (8, 8), that require gradients."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(n, 8, generator=generator).requires_grad_() for n in (4, 8)]

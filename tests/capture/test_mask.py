@@ -52,37 +52,37 @@ MODELS = [
     ("llama", None, ["causal"]),
     ("llama", True, ["causal"]),
     ("qwen3", None, ["causal"]),
+    ("gpt2", None, ["causal"]),
     ("mistral", None, ["causal + window 16"]),
     ("gemma2", True, ["causal + window 16", "causal"]),
-    ("gpt2", None, ["causal"]),
 ]
 
 
 @pytest.mark.parametrize("name, dynamic, expected", MODELS)
-def test_masks_of_models(name, dynamic, expected, build, tokens, capture):
+def test_attention_of_models(name, dynamic, expected, build, tokens, capture):
     captured = capture(build(name), input_ids=tokens, labels=tokens, dynamic=dynamic)
     found = masks(captured)
     assert [str(prove(m)) for m in found] == expected
     assert all(hides_what_it_should(prove(m), value_of(m, captured)) for m in found)
-
-
-@pytest.mark.parametrize("name, dynamic", [("llama", None), ("llama", True), ("qwen3", None), ("gpt2", None)])
-def test_attention_becomes_causal_and_the_model_stays_the_same(name, dynamic, build, tokens, capture):
-    captured = capture(build(name), input_ids=tokens, labels=tokens, dynamic=dynamic)
     before = loss_and_gradients(captured)
     lines = make_attention_causal(captured.graph)
-    grouped = ", enable_gqa=True" if name != "gpt2" else ""
-    assert [line.split(": ")[1] for line in lines] == [f"causal; now is_causal=True{grouped}"] * 2
+    for ours, theirs in zip(loss_and_gradients(captured), before, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+    if expected == ["causal"]:
+        grouped = ", enable_gqa=True" if name != "gpt2" else ""
+        assert [line.split(": ")[1] for line in lines] == [f"causal; now is_causal=True{grouped}"] * 2
+        assert_no_mask_left(captured)
     if name == "llama":
         assert [line.split(": ")[0] for line in lines] == [f"model.layers.{i}.self_attn" for i in (0, 1)]
+
+
+def assert_no_mask_left(captured):
     count = Counter(captured.ops())
     assert not {"aten.cumsum.default", "aten.diff.default", "aten.le.Tensor", "aten.index.Tensor"} & {*count}
     assert count["aten.scaled_dot_product_attention.default"] == 2
     for call in captured.graph.graph.find_nodes(op="call_function", target=SDPA):
         assert call.args[3:] == (None, 0.0, True)
         assert call.args[1].target is not aten.reshape.default
-    for ours, theirs in zip(loss_and_gradients(captured), before, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
 
 def loss_and_gradients(captured):
@@ -91,15 +91,12 @@ def loss_and_gradients(captured):
     return [outputs[0].detach(), *torch.autograd.grad(outputs[0], wanted)]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("length", [12, 16, 17])
-def test_a_window_counts_only_where_it_is_shorter_than_the_text(length, dynamic, build, tokens, capture):
+@pytest.mark.parametrize("length", [16, 17])
+def test_a_window_counts_only_where_it_is_shorter_than_the_text(length, build, tokens, capture):
     tokens = tokens[:, :length]
-    captured = capture(build("mistral"), input_ids=tokens, labels=tokens, dynamic=dynamic)
-    lines = make_attention_causal(captured.graph)
-    wide = length <= 16
-    assert ["left alone" not in line for line in lines] == [wide] * 2
-    assert wide or "keys and a window of 16" in lines[0]
+    captured = capture(build("mistral", num_hidden_layers=1), input_ids=tokens, labels=tokens)
+    (line,) = make_attention_causal(captured.graph)
+    assert line.endswith("now is_causal=True, enable_gqa=True" if length == 16 else "17 keys and a window of 16")
 
 
 GIVEN = {
@@ -109,12 +106,15 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("what", GIVEN)
+@pytest.mark.parametrize(
+    "what, dynamic",
+    [("attention_mask", None), ("position_ids", None), ("position_ids", True), ("4-D", None)],
+)
 def test_data_is_never_taken_for_causal(what, dynamic, build, tokens, capture):
     make, expected = GIVEN[what]
     given = {"attention_mask" if what == "4-D" else what: make(24)}
-    captured = capture(build("llama"), input_ids=tokens, labels=tokens, dynamic=dynamic, **given)
+    model = build("llama", num_hidden_layers=1)
+    captured = capture(model, input_ids=tokens, labels=tokens, dynamic=dynamic, **given)
     (mask,) = masks(captured)
     assert str(prove(mask)) == expected
     before = captured.ops()
@@ -169,7 +169,7 @@ BY_HAND = {
         lambda q, k: (positions(q, k)[0] >= positions(q, k)[1]) & (positions(q, k)[0] - positions(q, k)[1] < 5),
         "causal + window 5",
     ),
-    "everything": (lambda q, k: positions(q, k)[0] + positions(q, k)[1] >= 0, "unknown"),
+    "everything": (lambda q, k: positions(q, k)[0] + positions(q, k)[1] >= 0, "all true"),
     "constant": (lambda q, k: torch.zeros(q.shape[2], k.shape[2], dtype=torch.long) == 0, "all true"),
     "one row": (lambda q, k: positions(q, k)[1] <= torch.zeros(1, 1, dtype=torch.long), "unknown"),
     "tril 1": (lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1), "unknown"),
@@ -222,7 +222,6 @@ NEARLY = {
     "second difference": ("aten.diff.default", argument(1, 2)),
     "eq to ne": ("aten.eq.Tensor", to(aten.ne.Tensor)),
     "ne 2": ("aten.ne.Scalar", argument(1, 2)),
-    "other axis": ("aten.cumsum.default", argument(1, 0)),
     "or": ("aten.__and__.Tensor", to(aten.__or__.Tensor)),
 }
 
@@ -242,7 +241,7 @@ def test_nearly_causal_is_not_causal(dynamic, build, tokens, capture):
             assert true or not claimed, (change, node.format_node())
             noticed[change] += not claimed
             node.target, node.args = before
-    assert {c for c in NEARLY if not noticed[c]} == set()
+    assert all(noticed[change] for change in NEARLY), noticed
 
 
 def cone(node):
@@ -324,7 +323,7 @@ def test_a_guard_keeps_the_proof_true(build, tokens):
         return graph
 
     compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
-    for length in (10, 14, 24, 12):
+    for length in (10, 16, 24, 12):
         ids = tokens[:, :length].contiguous()
         loss = compiled(input_ids=ids, labels=ids).loss
         torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss, rtol=1e-5, atol=1e-6)

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
 from codetta.audit.models import Subject, as_batch
 from codetta.audit.runs import Step, compiled_step, eager_step, float64_step, many_compilations
 from codetta.errors import VerifyError
-from codetta.testing import Bar, Errors, geometric_mean, relative_error
+from codetta.testing import Bar, Errors, geometric_mean, pooled, relative_error
 
 SEEDS = 5
 IGNORED = -100
@@ -31,14 +32,9 @@ class Compared:
     problem: str = ""
 
     @property
-    def worst(self) -> Errors:
-        """The errors of the seed at which ours is furthest above eager's."""
-        return max(self.errors, key=lambda e: e.ratio)
-
-    @property
-    def ratio(self) -> float:
-        """The geometric mean over the seeds of ours over eager's."""
-        return geometric_mean(e.ratio for e in self.errors)
+    def pooled(self) -> Errors:
+        """The errors of all seeds as one."""
+        return pooled(self.errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +55,8 @@ class Verification:
 
     @property
     def ratio(self) -> float:
-        """The geometric mean of ours over eager's, over all tensors and seeds."""
-        return geometric_mean(e.ratio for t in self.tensors for e in t.errors)
+        """The geometric mean of ours over eager's, over all tensors."""
+        return geometric_mean(t.pooled.ratio for t in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
@@ -68,7 +64,12 @@ class Verification:
             "ok": self.ok,
             "model": self.title,
             "seeds": self.seeds,
-            "bar": {"factor": self.bar.factor, "units": self.bar.units, "mean": self.bar.mean},
+            "bar": {
+                "factor": self.bar.factor,
+                "units": self.bar.units,
+                "mean": self.bar.mean,
+                "scalar_factor": self.bar.scalar_factor,
+            },
             "geometric_mean": self.ratio,
             "problems": list(self.problems),
             "notes": list(self.notes),
@@ -80,14 +81,16 @@ class Verification:
         table = Table(*columns, box=None, pad_edge=False, title=self.title, title_justify="left")
         for t in self.tensors:
             state = "[red]misses the bar[/red]" if t.problem else ""
-            dtype = str(t.worst.dtype).removeprefix("torch.")
-            table.add_row(t.name, dtype, f"{t.worst.ours:.2e}", f"{t.worst.eager:.2e}", f"{t.ratio:.3f}", state)
+            e = t.pooled
+            dtype = str(e.dtype).removeprefix("torch.")
+            table.add_row(escape(t.name), dtype, f"{e.ours:.2e}", f"{e.eager:.2e}", f"{e.ratio:.3f}", state)
         rule = (
-            f"relative error against float64, worst of {self.seeds} seeds; allowed: {self.bar.factor:.2f} x eager's + "
-            f"{self.bar.units} unit in the last place, and a geometric mean of the ratios of at most {self.bar.mean}"
+            f"relative error against float64, root mean square of {self.seeds} seeds; allowed: {self.bar.factor:.2f} x "
+            f"eager's + {self.bar.units} units in the last place (a scalar: {self.bar.scalar_factor} x), and at most "
+            f"{self.bar.mean} for the geometric mean of the ratios"
         )
         mean = f"geometric mean of ours/eager: {self.ratio:.3f}"
-        verdict = ["[green]passes[/green]"] if self.ok else [f"[red]{p}[/red]" for p in self.problems]
+        verdict = ["[green]passes[/green]"] if self.ok else [f"[red]{escape(p)}[/red]" for p in self.problems]
         return Group(table, "", rule, mean, *self.notes, *verdict)
 
     def __str__(self) -> str:
@@ -185,7 +188,7 @@ def _compare(
 def _errors(ours: Tensor | None, eager: Tensor, reference: Tensor) -> Errors:
     right = ours is not None and ours.shape == eager.shape and ours.dtype == eager.dtype
     mine = relative_error(ours, reference) if ours is not None and right else float("inf")
-    return Errors(mine, relative_error(eager, reference), eager.dtype)
+    return Errors(mine, relative_error(eager, reference), eager.dtype, is_scalar=eager.dim() == 0)
 
 
 def _target_rows(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -204,10 +207,9 @@ def _target_rows(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor
 def _judge(subject: Subject, errors: dict[tuple[str, str], list[Errors]], seeds: int, bar: Bar) -> Verification:
     tensors = []
     for (kind, name), pairs in errors.items():
-        misses = [f"seed {i}: {why}" for i, e in enumerate(pairs) if (why := bar.why_not(e)) is not None]
-        tensors.append(Compared(name, kind, tuple(pairs), misses[0] if misses else ""))
+        tensors.append(Compared(name, kind, tuple(pairs), bar.why_not(pooled(pairs)) or ""))
     problems = [f"{t.kind} {t.name}: {t.problem}" for t in tensors if t.problem]
-    together = bar.why_not_all(e for t in tensors for e in t.errors)
+    together = bar.why_not_all(t.pooled for t in tensors)
     ones = [n for n, p in subject.model.named_parameters() if p.dim() == 1 and bool((p == 1).all())]
     note = (
         f"{len(ones)} vectors of parameters are all ones ({ones[0]}, ...): a gain left out would not show"
@@ -225,13 +227,15 @@ def _judge(subject: Subject, errors: dict[tuple[str, str], list[Errors]], seeds:
 
 
 def _row(t: Compared) -> dict[str, Any]:
+    e = t.pooled
     return {
         "name": t.name,
         "kind": t.kind,
-        "dtype": str(t.worst.dtype).removeprefix("torch."),
-        "ours": [e.ours for e in t.errors],
-        "eager": [e.eager for e in t.errors],
-        "ratio": t.ratio,
+        "dtype": str(e.dtype).removeprefix("torch."),
+        "ours": e.ours,
+        "eager": e.eager,
+        "ratio": e.ratio,
+        "seeds": [{"ours": s.ours, "eager": s.eager} for s in t.errors],
         "ok": not t.problem,
         "problem": t.problem,
     }

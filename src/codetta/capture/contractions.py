@@ -169,7 +169,8 @@ def _sum_all(s: Scope, x: Any) -> Value:
 
 def _rms_norm(s: Scope, x: Any, shape: Sequence[int], weight: Any, eps: float | None) -> Value:
     v, at = s.activation(x), range(-len(shape), 0)
-    eps = torch.finfo(fake(x).dtype).eps if eps is None else eps
+    if eps is None:  # PyTorch takes that of the dtype in which it computes
+        eps = torch.finfo(torch.float64 if fake(x).dtype is torch.float64 else torch.float32).eps
     square = mean(Value(mul(v.node, v.node), v.dims), at)
     found = s.combine(lambda a, r: mul(a, apply(ops.RSQRT, add(r, eps))), v, square)
     return found if weight is None else s.combine(mul, found, weight)

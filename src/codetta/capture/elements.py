@@ -91,10 +91,14 @@ def combine(a: Linear, b: Linear, factor: int = 1) -> Linear:
 
 
 def holds(value: Linear, relation: str) -> All:
-    """The truth of ``value <relation> 0``, decided where ``value`` is constant."""
+    """The truth of ``value <relation> 0``, decided where ``value`` is constant or an axis decides its sign."""
     if not value.terms:
         truth = {"<=": value.constant <= 0, "==": value.constant == 0, "!=": value.constant != 0}[relation]
         return TRUE if truth else FALSE
+    if relation == "<=" and is_natural(combine(ZERO, value, -1)):
+        return TRUE
+    if is_natural(combine(value, Linear(constant=-1))):
+        return TRUE if relation == "!=" else FALSE
     return All(frozenset({Holds(value, relation)}))
 
 

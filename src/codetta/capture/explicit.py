@@ -98,7 +98,7 @@ def _emit(state: Rebuild, like: Node, args: Any, kwargs: Any, mode: Mode) -> Any
     if source is not None:
         return source
     target = like.target
-    if plain_cast(target, args, kwargs, live_args[0] if live_args else None, result):
+    if plain_cast(like, live_args[0] if live_args else None, result):
         target, args, kwargs = aten.to.dtype, (args[0], result.dtype), {}
     node = state.graph.create_node("call_function", target, args, kwargs, name=like.name)
     node.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
@@ -135,7 +135,7 @@ def _peeled(state: Rebuild, like: Node, args: Any, result: Any) -> Node | None:
         return None  # returning an input itself is not the same as returning its view
     copies = state.pure and isinstance(result, Tensor) and _storage(like.meta.get("val")) not in state.escaping
     value = state.live[source]
-    if is_identity(like.target, args, value, result, copies=copies) or is_full_slice(like.target, args):
+    if is_identity(like, value, result, copies=copies) or is_full_slice(like):
         return source
     return None
 

@@ -1,11 +1,11 @@
 """Which operators of an ATen graph change nothing, and so are peeled off it."""
 
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 aten = torch.ops.aten
@@ -57,9 +57,10 @@ CASTS = frozenset(
 COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten.cat.default, aten.concat.default})
 
 
-def is_identity(target: Any, args: Sequence[Any], source: Tensor, result: Any, *, copies: bool) -> bool:
-    """Whether ``target(*args)`` is its tensor argument ``source`` again; ``copies`` says if a copy may be peeled."""
-    if target not in ALIASES and not (copies and target in COPIES):
+def is_identity(node: Node, source: Tensor, result: Any, *, copies: bool) -> bool:
+    """Whether ``node`` is its tensor argument ``source`` again; ``copies`` says if a copy may be peeled."""
+    target, args = node.target, node.args
+    if target not in ALIASES | COPIES or (not copies and (target in COPIES or _options(node).get("copy"))):
         return False
     if target is aten.dropout.default or target is aten.feature_dropout.default:
         return args[1] == 0 or not args[2]
@@ -81,21 +82,21 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def is_full_slice(target: Any, args: Sequence[Any]) -> bool:
+def is_full_slice(node: Node) -> bool:
     """Whether a slice runs from 0 to the end in steps of 1, whatever the size is."""
-    if target is not aten.slice.Tensor:
+    if node.target is not aten.slice.Tensor:
         return False
-    start = args[2] if len(args) > 2 else None
-    end = args[3] if len(args) > 3 else None
-    step = args[4] if len(args) > 4 else 1
-    return start in (None, 0) and (end is None or (isinstance(end, int) and end == sys.maxsize)) and step == 1
+    options = _options(node)
+    end = options.get("end")
+    whole = end is None or (isinstance(end, int) and end == sys.maxsize)
+    return whole and options.get("start") in (None, 0) and options.get("step", 1) == 1
 
 
-def plain_cast(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: Any, result: Any) -> bool:
-    """Whether ``target`` only changes the dtype of ``source``, however it is spelled."""
-    if target not in CASTS or not isinstance(source, Tensor) or not isinstance(result, Tensor):
+def plain_cast(node: Node, source: Any, result: Any) -> bool:
+    """Whether ``node`` only changes the dtype of ``source``, however it is spelled."""
+    if node.target not in CASTS or not isinstance(source, Tensor) or not isinstance(result, Tensor):
         return False
-    options = {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
+    options = _options(node)
     return (
         source.dtype != result.dtype
         and source.device == result.device
@@ -103,6 +104,12 @@ def plain_cast(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sour
         and options.get("memory_format") in (None, torch.preserve_format)
         and not options.get("pin_memory")
     )
+
+
+def _options(node: Node) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    target: Any = node.target
+    return {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
 def is_empty_part(part: Tensor, whole: Tensor) -> bool:

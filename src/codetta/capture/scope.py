@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -16,8 +16,9 @@ from codetta.core.node import Node
 from codetta.core.types import ROWS, DType, Kind, Type
 from codetta.errors import UnsupportedError
 from codetta.ir.build import Value as Operand
-from codetta.ir.build import as_node, cast
+from codetta.ir.build import as_node, cast, sum_row
 
+T = TypeVar("T")
 Lane = Literal["", "real", "imag"]
 
 
@@ -130,6 +131,8 @@ class Scope:
         """``fn`` of the operands' nodes: values, FX nodes, tensors from outside and numbers, broadcast as ATen does."""
         found = [self._operand(x) for x in operands]
         newcomers = [x for x in found if isinstance(x, Outside)]
+        if any(isinstance(x, Value) and x.node.type.cols not in (None, 1) for x in found):
+            found = [_per_row(x) for x in found]
         known = [x for x in found if isinstance(x, Value)]
         if not known and not newcomers:
             raise UnsupportedError("no operand is a tensor")
@@ -192,6 +195,13 @@ def _device(node: fx.Node) -> torch.device:
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (list, tuple)) else value
     return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+
+
+def _per_row(x: T) -> T | Value:
+    """A tile of a single column as one number per row, for use beside values of more columns."""
+    if not isinstance(x, Value) or x.node.type.kind is not Kind.TILE or x.node.type.cols != 1:
+        return x
+    return Value(sum_row(x.node), tuple(tuple(a for a in d if a.axis == "row") for d in x.dims))
 
 
 def _before_views(source: fx.Node, dims: Dims, understood: Callable[[fx.Node], bool]) -> tuple[fx.Node, Dims]:

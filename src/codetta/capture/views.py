@@ -264,10 +264,5 @@ VIEWS: dict[Any, Rule] = {
 }
 
 # Operators that move no data.
-FREE = frozenset(VIEWS) - {
-    aten.cat.default,
-    aten.concat.default,
-    aten.stack.default,
-    aten.clone.default,
-    aten.glu.default,
-}
+_COPIES = (aten.cat.default, aten.concat.default, aten.stack.default, aten.clone.default)
+FREE = frozenset(VIEWS) - {*_COPIES, aten.glu.default, aten.dropout.default}

@@ -61,8 +61,13 @@ def stored_root(n: Node) -> Node:
 def compared(nodes: Iterable[Node]) -> set[Node]:
     """Tiles that are compared with their own largest element: every step must see the same bits of them, so they are
     never made again nor rounded on the way (the derivative of a maximum)."""
-    both = (a.args[0] if a.op is ops.ABS else a for n in nodes if n.op is ops.EQ for a in n.args)
-    return {a for a in both if a.type.dtype.is_float and a.type.kind is Kind.TILE and a.op is not ops.INPUT}
+    found: set[Node] = set()
+    for a in (a for n in nodes if n.op is ops.EQ for a in n.args):
+        while a.op in (ops.ABS, ops.PART):  # nothing is lost in making these again
+            a = a.args[0]
+        if a.type.dtype.is_float and a.type.kind is Kind.TILE and a.op is not ops.INPUT:
+            found.add(a)
+    return found
 
 
 def own_roots(graph: Graph) -> list[tuple[str, Node]]:

@@ -9,7 +9,7 @@ from codetta.ir import ops
 from codetta.ir.build import add, apply, cast, const, div, expand, join, mul, neg, sub, sum_row, where
 from codetta.ir.split import Split, halves
 from codetta.rules.match import (
-    COMPARISONS,
+    EXACT,
     either_way,
     gain,
     is_arithmetic,
@@ -159,7 +159,7 @@ def round_before_arithmetic(n: Node) -> Node | None:
     a stored value that was widened for arithmetic is widened by it anyway. A comparison sees what was rounded: a
     largest element equals itself."""
     reduces = n.op in (ops.REDUCE, ops.LSE, ops.SELECT)
-    if not (is_arithmetic(n) or reduces) or n.op in COMPARISONS:
+    if not (is_arithmetic(n) or reduces) or n.op in EXACT:
         return None
     for i, a in enumerate(n.args):
         if a.op is ops.CAST and a.type.dtype.is_float and a.args[0].type.dtype.is_float:

@@ -29,7 +29,7 @@ def number(n: Node) -> float | int:
     return value if isinstance(value, float | int) else float("nan")
 
 
-COMPARISONS = {ops.EQ, ops.NE, ops.LT, ops.LE, ops.GT, ops.GE}
+EXACT = {ops.EQ, ops.NE, ops.LT, ops.LE, ops.GT, ops.GE, ops.ABS}  # what a largest element is found again by
 
 
 def is_arithmetic(n: Node) -> bool:

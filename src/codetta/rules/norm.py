@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from codetta.core.node import Node
+from codetta.core.node import Node, postorder
 from codetta.core.rewrite import Registry
 from codetta.core.types import Kind, f16
 from codetta.ir import ops
@@ -65,21 +65,23 @@ def column_shift_leaves_matmul(n: Node) -> Node | None:
 
 
 def _centred() -> Node:
-    x = x_tile()
-    d = sub(x, mul(sum_row(x), 1 / 12))
+    x = matmul(x_tile(), weight())
+    d = sub(x, mul(sum_row(x), 1 / 18))
     return sum_row(mul(d, d))
 
 
 @rule("sum((x - mean)^2) = sum(x^2) - n mean^2", _centred)
 def variance_in_one_pass(n: Node) -> Node | None:
-    """Both sums are partials of one epilogue; they are float32 from the first product."""
+    """Both sums are partials of one epilogue; they are float32 from the first product. What no GEMM produces is summed
+    in two passes, which a leftover has at no cost and which lose nothing where the mean is far from zero."""
     if n.op is not ops.REDUCE or n.attrs[:2] != ("sum", Kind.COLVEC) or n.args[0].op is not ops.MUL:
         return None
     d, same = n.args[0].args
     if d is not same or d.op is not ops.SUB:
         return None
     x, mean = d.args
-    if x.type.kind is Kind.TILE and isinstance(x.type.cols, int) and _is_mean(mean, x):
+    from_gemm = any(m.op is ops.MATMUL for m in postorder([x]))
+    if from_gemm and x.type.kind is Kind.TILE and isinstance(x.type.cols, int) and _is_mean(mean, x):
         return sub(sum_row(mul(x, x)), mul(mul(mean, mean), float(x.type.cols)))
     return None
 

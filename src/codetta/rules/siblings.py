@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from codetta.core.node import Node, substitute
+from codetta.core.node import Node, substitute, users
 from codetta.core.types import DType, Kind
 from codetta.ir import ops
-from codetta.ir.build import matmul, part, stack
+from codetta.ir.build import add, join, matmul, part, stack
 from codetta.ir.graph import Graph
 from codetta.ir.split import columns
 
@@ -18,7 +18,11 @@ def merge_siblings(graph: Graph) -> Graph:
         sizes = [w.type.rows for w in weights if isinstance(w.type.rows, int)]
         whole = matmul(x, stack(*weights), "nt")
         split = columns(*sizes)
-        mapping = {n: part(whole, split, i) for i, n in enumerate(group)}
+        biased = _biases(graph, group)
+        if biased is not None:
+            whole = add(whole, join(split, *(b for _, b in biased)))
+        replaced = [n for n, _ in biased] if biased is not None else group
+        mapping = {n: part(whole, split, i) for i, n in enumerate(replaced)}
         roots = substitute(graph.roots, mapping)
         graph = Graph(graph.inputs, tuple((name, r) for (name, _), r in zip(graph.outputs, roots, strict=True)))
     return graph
@@ -32,6 +36,22 @@ def _siblings(graph: Graph) -> list[Node] | None:
         if n.attrs[0] == "nt" and isinstance(w.type.rows, int) and n.type.kind is Kind.TILE and _is_weight(w):
             groups.setdefault((n.args[0], w.type.dtype), []).append(n)
     return next((g for g in groups.values() if len(g) > 1), None)
+
+
+def _biases(graph: Graph, group: list[Node]) -> list[tuple[Node, Node]] | None:
+    """For each sibling the sum with its bias, and the bias, if that sum is all that is made of it: the biases are then
+    added to the whole, and their gradients are one sum over it."""
+    after = users(graph.roots)
+    found: list[tuple[Node, Node]] = []
+    for n in group:
+        if len(after[n]) != 1 or after[n][0].op is not ops.ADD or n in graph.roots:
+            return None
+        total = after[n][0]
+        bias = total.args[1] if total.args[0] is n else total.args[0]
+        if bias.type.kind is not Kind.ROWVEC or bias.op is not ops.INPUT:
+            return None
+        found.append((total, bias))
+    return found
 
 
 def _is_weight(w: Node) -> bool:

@@ -75,7 +75,7 @@ def _with_gemms(program: Program, incoming: str | None) -> Graph:
     if form == "tn":
         raise UnsupportedError(f"{program.name} belongs to a weight gradient", hint="bind it to an nt or nn GEMM")
     cols, rows = acc.type.cols or 0, acc.type.rows or 0
-    x = input_("x", tile(k, dtype, rows=rows))
+    x = input_("operand", tile(k, dtype, rows=rows))
     weight = input_("weight", tile(k, dtype, rows=cols) if form == "nt" else tile(cols, dtype, rows=k))
     bodies = substitute([n for _, n in program.outputs], {acc: matmul(x, weight, form)})
     outputs: list[tuple[str, Node]] = []

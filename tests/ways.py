@@ -1,0 +1,169 @@
+"""A module run three ways, eager, through codetta and in float64, and every output and gradient held against the bar."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from codetta.capture.backend import CapturedGraph, recording
+from codetta.partition.plan import Plan, Step
+from codetta.testing import Bar, Errors, pooled, relative_error
+
+Draw = Callable[[torch.Generator], Sequence[Tensor]]
+SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one call gave: outputs in order, and the gradient of each parameter and input that asked for one."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def fresh(module: nn.Module, seed: int) -> None:
+    """Give a module other weights: matrices of about unit gain, vectors never all ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            drawn = torch.randn(p.shape, generator=generator)
+            if p.dim() > 1:
+                p.copy_(drawn * p.shape[-1] ** -0.5)
+            elif "bias" in name:
+                p.copy_(drawn)
+            else:
+                p.copy_(0.5 + torch.rand(p.shape, generator=generator))
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Draw:
+    """One input drawn from the normal distribution, which wants a gradient."""
+    return lambda generator: [torch.randn(shape, generator=generator).to(dtype).requires_grad_()]
+
+
+def compiled(f: Callable[..., object], **options: object) -> Callable[..., object]:
+    """``f`` through codetta, in one graph, with nothing left over from an earlier compilation."""
+    torch._dynamo.reset()
+    return torch.compile(f, backend="codetta", fullgraph=True, options=options or None)
+
+
+def agree(
+    module: nn.Module,
+    draw: Draw,
+    *,
+    wide: nn.Module | None = None,
+    seeds: int = SEEDS,
+    gemms: int | None = None,
+    **options: object,
+) -> list[CapturedGraph]:
+    """Compare all outputs and gradients with float64 and eager, and return what was captured. ``wide`` is the module
+    for float64, by default a copy. ``gemms`` of the forward plans are counted: all is lost if nothing was captured."""
+    ours = compiled(module, **options)
+    errors: dict[str, list[Errors]] = {}
+    with recording() as found, unwritten_memory_is_nan():
+        for seed in range(seeds):
+            fresh(module, seed)
+            inputs = list(draw(torch.Generator().manual_seed(seed)))
+            oracle = copy.deepcopy(module).double() if wide is None else _as_wide(wide, module)
+            reference = run(oracle, [_double(x) for x in inputs], oracle, seed)
+            mine, eager = run(ours, inputs, module, seed), run(module, inputs, module, seed)
+            for name, e in compare(mine, eager, reference).items():
+                errors.setdefault(name, []).append(e)
+    misses = [f"{name}: {why}" for name, es in errors.items() if (why := Bar().why_not(pooled(es))) is not None]
+    assert not misses, "\n".join(misses)
+    count = sum(plan.count("gemm") for plan in forward_plans(found))
+    assert count > 0 if gemms is None else count == gemms, f"{count} GEMMs captured"
+    return found
+
+
+def run(f: Callable[..., object], inputs: Sequence[Tensor], owner: nn.Module, seed: int) -> Run:
+    """Call, then differentiate all outputs against random cotangents, the same for every dtype."""
+    found = f(*inputs)
+    outputs = [x for x in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(x, Tensor)]
+    wanted = {name: p for name, p in owner.named_parameters() if p.requires_grad}
+    wanted |= {f"input {i}": x for i, x in enumerate(inputs) if x.requires_grad}
+    ends = [x for x in outputs if x.requires_grad]
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = [torch.randn(x.shape, generator=generator).bfloat16().to(x.dtype) for x in ends]
+    gradients: Sequence[Tensor | None] = [None] * len(wanted)
+    if ends and wanted:
+        gradients = torch.autograd.grad(ends, list(wanted.values()), cotangents, allow_unused=True)
+    return Run([x.detach() for x in outputs], dict(zip(wanted, gradients, strict=True)))
+
+
+def compare(ours: Run, eager: Run, reference: Run) -> dict[str, Errors]:
+    """The errors of every output and gradient; shapes, dtypes and what has no gradient must be eager's."""
+    assert [(x.shape, x.dtype) for x in ours.outputs] == [(x.shape, x.dtype) for x in eager.outputs]
+    found = {f"output {i}": errors(*xs) for i, xs in enumerate(zip(ours.outputs, eager.outputs, reference.outputs))}
+    for name, e in eager.gradients.items():
+        mine, exact = ours.gradients[name], reference.gradients[name]
+        if e is None or mine is None or exact is None:
+            assert mine is e, f"{name}: ours has {'no' if mine is None else 'a'} gradient, eager's not so"
+            continue
+        assert (mine.shape, mine.dtype) == (e.shape, e.dtype), name
+        found[name] = errors(mine, e, exact)
+    return found
+
+
+def errors(ours: Tensor, eager: Tensor, reference: Tensor) -> Errors:
+    """Ours and eager's error against float64."""
+    scalar = eager.numel() == 1
+    return Errors(relative_error(ours, reference), relative_error(eager, reference), eager.dtype, is_scalar=scalar)
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x.float()``, as norms and losses compute; in the float64 oracle ``x`` itself."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+
+
+def _as_wide(wide: nn.Module, module: nn.Module) -> nn.Module:
+    wide.load_state_dict(module.state_dict())
+    return wide.double()
+
+
+@contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Fresh memory holds NaN, so that a value which is never written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def forward_plans(found: Sequence[CapturedGraph]) -> list[Plan]:
+    """The forward plan of each captured segment."""
+    return [segment.forward for graph in found for _, segment in graph.compiled()]
+
+
+def backward_plans(found: Sequence[CapturedGraph]) -> list[Plan]:
+    """The backward plan of each captured segment, for the gradients that a usual step gives."""
+    return [s.backward(s.usable(g.given(i)))[0] for g in found for i, (_, s) in enumerate(g.compiled()) if s.wrt]
+
+
+def counts(plans: Sequence[Plan]) -> dict[str, int]:
+    """GEMMs, those with an epilogue, and among them data gradients; finalizes; leftovers."""
+    steps = [s for plan in plans for s in plan.steps]
+    return {
+        "gemms": sum(s.kind == "gemm" for s in steps),
+        "epilogues": sum(s.has_epilogue for s in steps),
+        "finalizes": sum(s.kind == "finalize" for s in steps),
+        "leftovers": sum(s.kind == "leftover" for s in steps),
+    }
+
+
+def data_gradients_with_epilogue(plans: Sequence[Plan]) -> list[Step]:
+    """The GEMMs of backward plans that do more than write a gradient down, weight gradients left out."""
+    return [s for plan in plans for s in plan.steps if s.has_epilogue and not s.is_weight_gradient]
