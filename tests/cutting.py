@@ -1,4 +1,4 @@
-"""ATen graphs cut into segments and run with each segment evaluated node by node: what capture says, and nothing more."""
+"""ATen graphs cut into segments and run with each segment evaluated node by node: what capture says, no more."""
 
 from __future__ import annotations
 

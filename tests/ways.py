@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from codetta.capture.backend import CapturedGraph, recording
+from codetta.core.types import Type
 from codetta.partition.plan import Plan, Step
 from codetta.testing import Bar, Errors, pooled, relative_error
 
@@ -56,17 +57,20 @@ def agree(
     draw: Draw,
     *,
     wide: nn.Module | None = None,
+    prepare: Callable[[nn.Module, int], None] = fresh,
     seeds: int = SEEDS,
     gemms: int | None = None,
     **options: object,
 ) -> list[CapturedGraph]:
-    """Compare all outputs and gradients with float64 and eager, and return what was captured. ``wide`` is the module
-    for float64, by default a copy. ``gemms`` of the forward plans are counted: all is lost if nothing was captured."""
+    """Compare all outputs and gradients with float64 and eager, and return what was captured.
+
+    ``wide`` is the module for float64, by default a copy; ``prepare`` gives the module the weights of a seed. The
+    forward plans must have ``gemms`` GEMMs, by default any: an empty capture would agree with everything."""
     ours = compiled(module, **options)
     errors: dict[str, list[Errors]] = {}
     with recording() as found, unwritten_memory_is_nan():
         for seed in range(seeds):
-            fresh(module, seed)
+            prepare(module, seed)
             inputs = list(draw(torch.Generator().manual_seed(seed)))
             oracle = copy.deepcopy(module).double() if wide is None else _as_wide(wide, module)
             reference = run(oracle, [_double(x) for x in inputs], oracle, seed)
@@ -151,6 +155,12 @@ def forward_plans(found: Sequence[CapturedGraph]) -> list[Plan]:
 def backward_plans(found: Sequence[CapturedGraph]) -> list[Plan]:
     """The backward plan of each captured segment, for the gradients that a usual step gives."""
     return [s.backward(s.usable(g.given(i)))[0] for g in found for i, (_, s) in enumerate(g.compiled()) if s.wrt]
+
+
+def saved_types(found: Sequence[CapturedGraph]) -> list[Type]:
+    """What backward is given of forward's results."""
+    compiled = [s for graph in found for _, s in graph.compiled()]
+    return [s.training.backward.buffers[name] for s in compiled for name, _ in s.training.saved]
 
 
 def counts(plans: Sequence[Plan]) -> dict[str, int]:

@@ -57,7 +57,7 @@ UNARY: dict[str, Callable[[Tensor], Any]] = {
     "maximum": lambda y: torch.maximum(y, y * y) - torch.minimum(y, y * 0.5),
     "comparisons": lambda y: torch.where((y > 0) & (y < 1) | ~(y <= 2), y, y * 0.1),
     "masked_fill": lambda y: y.masked_fill(y > 0.5, 0.0),
-    "bool to float": lambda y: (y >= 0).to(y.dtype) * y + (y == y).double() - (y != 0).type_as(y),
+    "bool to float": lambda y: (y >= 0).to(y.dtype) * y + (y == 0.5).double() - (y != 0).type_as(y),
     "softcap": lambda y: 30 * torch.tanh(y / 30),
     "glu": F.glu,
     "dropout off": lambda y: F.dropout(y, 0.5, training=False) + F.dropout(y, 0.0, training=True),
@@ -137,7 +137,7 @@ WITH_OTHERS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] =
 
 
 # What is made of outside tensors alone, and no GEMM needs.
-OUTSIDE = {"offset gain": {"add"}, "where": {"gt"}, "masked_fill": {"gt"}}
+OUTSIDE = {"where": {"gt"}, "masked_fill": {"gt"}}
 
 
 @pytest.mark.parametrize("name", WITH_OTHERS)

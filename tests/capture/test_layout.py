@@ -188,7 +188,7 @@ HEADS = layout.permute(reshape(natural((2, 3, 8)), (2, 3, 4, 2)), [0, 2, 1, 3]) 
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "cols"),
+    "shape, kind, cols",
     [
         ((2, 4, 3, 2), Kind.TILE, 8),
         ((2, 1, 3, 2), Kind.TABLE, 2),  # cosines of each token

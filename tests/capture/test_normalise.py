@@ -213,8 +213,8 @@ def test_what_cannot_be_traced_is_told():
 
 
 def test_warnings_of_transformers_do_not_break_the_graph(monkeypatch):
-    functions: set[object] = set()
-    monkeypatch.setattr(torch._dynamo.config, "ignore_logging_functions", functions)
     monkeypatch.setattr(logging.Logger, "warning_once", print, raising=False)
-    ignore_warning_loggers()
-    assert print in functions
+    with torch._dynamo.config.patch(ignore_logging_functions=set()):
+        ignore_warning_loggers()
+        assert print in torch._dynamo.config.ignore_logging_functions
+    assert print not in torch._dynamo.config.ignore_logging_functions

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from ways import agree, backward_plans, compiled, counts, errors, forward_plans, fresh, randn, run, wide
+from ways import agree, compiled, counts, forward_plans, fresh, randn, run, saved_types, wide
 
 from codetta.capture.backend import recording
 from codetta.core.types import f32
-from codetta.testing import Bar, relative_error
+from codetta.testing import relative_error
 
 WIDTHS = [1, 7, 8, 17, 769, 1000, 1001, 3420, 3584, 5003]
 EPS = 1e-6
@@ -198,17 +198,235 @@ def test_gain_of_another_dtype(norm, activation, gain, result):
     assert found[0].capture.segments
 
 
-@pytest.mark.parametrize("module", [Between(4096), Before(4096)], ids=["between", "before"])
-def test_saved_row_statistic_is_float32(module):
+@pytest.mark.parametrize("place", ["between", "before"])
+def test_saved_row_statistic_is_float32(place):
     """C05: bfloat16 at hidden 4096. What is kept of a row is float32, and dx is as near to float64 as eager's."""
-    module = module.bfloat16()
-    draw = pair(8, 24, 4096, torch.bfloat16) if isinstance(module, Between) else randn(8, 4096, dtype=torch.bfloat16)
-    found = agree(module, draw, seeds=3)
-    kept = [s.forward.buffers[s.forward_buffer(o)] for o in saved(found)] if False else saved(found)
-    assert kept
-    assert all(t.dtype is f32 for t in kept if t.cols is None)
+    if place == "between":
+        found = agree(Between(4096).bfloat16(), pair(8, 24, 4096, torch.bfloat16), seeds=3)
+    else:
+        found = agree(Before(4096).bfloat16(), randn(8, 4096, dtype=torch.bfloat16), seeds=3)
+    of_rows = [t for t in saved_types(found) if t.cols is None]
+    assert of_rows
+    assert all(t.dtype is f32 for t in of_rows)
 
 
-def saved(found):
-    """The types of what backward is given beside inputs and cotangents."""
-    return [s.training.backward.buffers[name] for g in found for _, s in g.compiled() for name, _ in s.training.saved]
+def test_offset_of_zero_is_a_plain_norm():
+    """C06: a gain of 1 + w with w = 0 gives what a plain norm with gain 1 gives, and the same gradients."""
+    offset, plain = Between(40, Offset), Between(40, Llama)
+    plain.load_state_dict(offset.state_dict())
+    with torch.no_grad():
+        plain.norm.weight.fill_(1.0)
+    inputs = pair(6, 24, 40)(torch.Generator().manual_seed(0))
+    ours, theirs = (run(compiled(m), inputs, m, 0) for m in (offset, plain))
+    for a, b in zip(ours.outputs, theirs.outputs, strict=True):
+        assert relative_error(a, b) < 1e-6
+    for name, g in ours.gradients.items():
+        assert relative_error(g, theirs.gradients[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("activation", [torch.float32, torch.bfloat16])
+def test_offset_is_added_in_float32(activation):
+    """C06: a bfloat16 w of about 1e-3, which 1 + w in bfloat16 would round away. Backward multiplies by 1 + w."""
+    module = Between(40, Offset).to(activation)
+    module.norm.bfloat16()
+
+    def small(m: nn.Module, seed: int) -> None:
+        fresh(m, seed)
+        with torch.no_grad():
+            m.norm.weight.mul_(1e-3)
+
+    agree(module, pair(6, 24, 40, activation), prepare=small, gemms=2)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradcheck(norm):
+    """C07: hidden 8 in float64, a random gain and a random upstream gradient, against finite differences."""
+    module = Between(8, norm, inner=5, out=3).double()
+    fresh(module, 0)
+    names = [name for name, _ in module.named_parameters()]
+    leaves = [p.detach().clone().requires_grad_() for p in module.parameters()]
+    inputs = [x.double().detach().requires_grad_() for x in pair(4, 5, 8)(torch.Generator().manual_seed(1))]
+    upstream = torch.randn(4, 3, dtype=torch.float64)
+
+    def loss(x: Tensor, residual: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        stream, y = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x, residual))
+        return stream, y * upstream
+
+    with recording() as found:
+        assert torch.autograd.gradcheck(compiled(loss), (*inputs, *leaves))
+    assert counts(forward_plans(found))["gemms"] == 2
+
+
+def test_gain_gradient_over_many_rows():
+    """C08: 16,384 rows of 256 in bfloat16, all of one sign, so that a sum in bfloat16 would stand still. The error of
+    the gain's gradient does not grow with the number of rows."""
+    module = Before(256).bfloat16()
+    fresh(module, 0)
+    with torch.no_grad():
+        module.b.weight.abs_()
+    ours, found = compiled(module), {}
+    for rows in (256, 16_384):
+        generator = torch.Generator().manual_seed(rows)
+        x, g = (0.5 + torch.rand(rows, n, generator=generator).bfloat16() for n in (256, 16))
+        oracle = copy.deepcopy(module).double()
+        oracle(x.double()).backward(g.double())
+        exact = oracle.norm.weight.grad
+        module.zero_grad()
+        ours(x).backward(g)
+        found[rows] = relative_error(module.norm.weight.grad, exact)
+    assert found[16_384] <= 1.1 * found[256]
+    assert found[16_384] <= torch.finfo(torch.bfloat16).eps / 2
+
+
+def test_upstream_gradient_that_is_expanded():
+    """C10: ``.sum().backward()`` sends back one number with strides 0, and so does an expanded tensor made by hand: the
+    same gradients as an explicit tensor of ones, and none of them is written to."""
+    module = Between(40)
+    fresh(module, 0)
+    inputs = pair(6, 24, 40)(torch.Generator().manual_seed(0))
+    ours = compiled(module)
+    leaves = [*inputs, *module.parameters()]
+
+    def gradients(*cotangents: Tensor | None) -> tuple[Tensor, ...]:
+        given = [(y, g) for y, g in zip(ours(*inputs), cotangents, strict=True) if g is not None]
+        return torch.autograd.grad([y for y, _ in given], leaves, [g for _, g in given])
+
+    ones = [torch.ones(6, 40), torch.ones(6, 16)]
+    expected = gradients(*ones)
+    by_hand = [torch.ones(()).expand(6, 40), torch.ones(1, 16).expand(6, 16)]
+    summed = torch.autograd.grad(sum(y.sum() for y in ours(*inputs)), leaves)
+    for found in (summed, gradients(*by_hand)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(bool((g == 1).all()) for g in by_hand)
+    one_only = gradients(None, torch.ones(()).expand(6, 16))
+    assert all(torch.equal(a, b) for a, b in zip(one_only, gradients(None, ones[1]), strict=True))
+
+
+def test_sum_inside_the_graph():
+    """C10: the sum is in the compiled graph, and its gradient is expanded there."""
+
+    class Summed(Between):
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            stream, y = super().forward(x, residual)
+            return stream.sum() + (y * y).sum()
+
+    agree(Summed(40), pair(6, 24, 40), gemms=2)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3,), (2, 3)])
+@pytest.mark.parametrize("sliced", ["outside", "inside"])
+def test_column_slice_that_keeps_its_parents_row_stride(shape, sliced):
+    """C11: a column slice of a fused qkv. With one token it counts as contiguous, but its row stride is its parent's."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Between(40)
+
+        def forward(self, qkv: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+            if sliced == "inside":
+                qkv, stream = qkv[..., 24:48], stream[..., 40:80]
+            return self.body(qkv, stream)
+
+    def draw(generator: torch.Generator) -> list[Tensor]:
+        qkv, stream = (torch.randn(*shape, 3 * n, generator=generator) for n in (24, 40))
+        if sliced == "outside":
+            qkv, stream = qkv[..., 24:48], stream[..., 40:80]
+            assert qkv.stride(-2) == 72
+            assert qkv.is_contiguous() == (max(shape) == 1)
+        return [x.detach().requires_grad_() for x in (qkv, stream)]
+
+    found = agree(Sliced(), draw, gemms=2)
+    assert counts(forward_plans(found)) == {"gemms": 2, "epilogues": 2, "finalizes": 1, "leftovers": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_zero_tokens(shape, dtype):
+    """C13: no tokens at all, through a whole segment: empty outputs, zero gradients of the right shape and dtype, and
+    the graph is still connected."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.glu, self.between = Before(16, Layer, out=24), Gated(40, 24), Between(40)
+
+        def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            h = self.glu(self.norm(x))
+            stream, y = self.between(h, residual)
+            return stream, y, y.sum()
+
+    module = Both().to(dtype)
+    fresh(module, 0)
+    x, residual = (torch.empty(*shape, n, dtype=dtype, requires_grad=True) for n in (16, 40))
+    with recording() as found:
+        stream, y, total = compiled(module)(x, residual)
+    assert counts(forward_plans(found))["gemms"] == 5
+    assert (stream.shape, y.shape) == ((*shape, 40), (*shape, 16))
+    assert stream.dtype is y.dtype is dtype
+    assert stream.requires_grad and y.requires_grad and total.requires_grad
+    assert total.item() == 0.0
+    (total + stream.sum()).backward()
+    for name, p in [*module.named_parameters(), ("x", x), ("residual", residual)]:
+        assert p.grad is not None, name
+        assert (p.grad.shape, p.grad.dtype) == (p.shape, dtype), name
+        assert not p.grad.any(), name
+
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_activations_far_from_zero(name, dtype):
+    """C14: GELU, in its erf and tanh forms, at -1000, -30, 13, 100 and 1000, and SiLU up to 3e4: no NaN, forward or
+    backward, and each form is the one that the model asked for."""
+
+    class Activated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ACTIVATIONS[name](self.same(x))
+
+    def identity(m: nn.Module, seed: int) -> None:
+        with torch.no_grad():
+            m.same.weight.copy_(torch.eye(16))
+
+    most = 3e4 if name == "silu" else 1e3
+    points = torch.tensor([-most, -1000, -30, 13, 100, 1000, most, 0, -0.5, 0.5, 1.5, -1.5, 3, -3, 6, -6])
+
+    def draw(generator: torch.Generator) -> list[Tensor]:
+        return [torch.stack([points, points.flip(0)]).to(dtype).requires_grad_()]
+
+    agree(Activated().to(dtype), draw, prepare=identity, seeds=1, gemms=1)
+
+
+@pytest.mark.parametrize("norm", RMS_NORMS)
+@pytest.mark.parametrize("place", ["between", "before"])
+def test_residual_stream_of_large_float16(norm, place):
+    """C33: a float16 stream of magnitude 3e4 and a gain of 4. Their product overflows, as an unnormalised value that is
+    stored before its row scale would; eager is finite."""
+
+    def large(m: nn.Module, seed: int) -> None:
+        fresh(m, seed)
+        with torch.no_grad():
+            m.norm.weight.add_(3.0)
+
+    def stream(generator: torch.Generator) -> list[Tensor]:
+        return [(3e4 * torch.randn(6, 40, generator=generator).sign()).half().requires_grad_()]
+
+    if place == "between":
+        agree(
+            Between(40, norm).half(),
+            lambda g: [torch.randn(6, 24, generator=g).half().requires_grad_(), *stream(g)],
+            prepare=large,
+            gemms=2,
+        )
+    else:
+        agree(Before(40, norm).half(), stream, prepare=large, gemms=1)

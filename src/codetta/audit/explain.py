@@ -2,54 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 from torch import Tensor, fx, nn
 
-from codetta.audit.half import Half, half_of
+from codetta.audit import report
 from codetta.audit.models import as_batch
+from codetta.audit.parts import Half, Opaque, Part, half_of
 from codetta.capture.backend import CapturedGraph, captured
-from codetta.capture.segment import OpaqueCall, Segment
+from codetta.capture.logits import outputs_of
+from codetta.capture.names import layer_of
+from codetta.capture.normalise import is_parameter
+from codetta.capture.segment import Segment
 from codetta.capture.traffic import eager_bytes
 from codetta.core.types import ROWS, Kind
-from codetta.ir.graph import Graph
-from codetta.partition.cost import MACHINES
-from codetta.partition.plan import Plan
+from codetta.partition.plan import Plan, plan_text
 from codetta.partition.training import plan_boundary_fusion
 from codetta.runtime.compile import Segment as Compiled
 
 EMPTY = Plan((), (), (), {})
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One segment: where it lies, its token count, what it costs; parts of the same ``key`` have the same plans."""
-
-    key: str
-    layers: tuple[str, ...]
-    rows: int
-    forward: Half
-    backward: Half
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """Calls that stay with PyTorch for one reason: how many, in which layers, and how many take part in backward."""
-
-    name: str
-    reason: str
-    count: int
-    differentiable: int
-    layers: tuple[str, ...]
+CACHE_NOTE = (
+    "this call returns every layer's keys and values, which stay alive and must be written out: in training, set "
+    "model.config.use_cache = False"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What ``codetta.explain`` found; ``plans`` are the forward and backward plan of each key."""
+    """What ``codetta.explain`` found; ``plans`` are the forward and the backward plan of each key."""
 
     title: str
     graphs: int
@@ -69,27 +54,66 @@ class Explanation:
         return sum((p.backward for p in self.parts), Half(opaque=sum(o.differentiable for o in self.opaque)))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON; the programs of each key once."""
-        return as_json(self)
+        """As JSON; the programs of equal segments once, by key."""
+        segments = [
+            {
+                "key": p.key,
+                "layers": list(p.layers),
+                "tokens": p.rows,
+                "forward": p.forward.to_json(),
+                "backward": p.backward.to_json(),
+            }
+            for p in self.parts
+        ]
+        return {
+            "model": self.title,
+            "graphs": self.graphs,
+            "forward": self.forward.to_json(),
+            "backward": self.backward.to_json(),
+            "segments": segments,
+            "opaque_calls": [asdict(o) for o in self.opaque],
+            "programs": {k: {"forward": plan_text(f), "backward": plan_text(b)} for k, (f, b) in self.plans.items()},
+            "notes": list(self.notes),
+        }
 
-    def __rich__(self) -> Any:
-        return as_rich(self)
+    def __rich__(self) -> RenderableType:
+        return Group(
+            Text(self.title, style="bold"),
+            "",
+            report.summary(self.forward, self.backward),
+            "",
+            report.leftovers(self.parts),
+            "",
+            report.outside(self.opaque),
+            *(Text(f"\nnote: {n}") for n in self.notes),
+            "",
+            *report.programs(self.parts, self.plans),
+        )
 
     def __str__(self) -> str:
-        return as_text(self)
+        console = Console(file=io.StringIO(), width=120)
+        with console.capture() as text:
+            console.print(self, crop=False)
+        return text.get()
 
 
-def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Explanation:
-    """What ``torch.compile(model, backend="codetta")`` would make of this call; one dict alone is keyword arguments.
+def explain(
+    model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, title: str = "", **kwargs: Any
+) -> Explanation:
+    """What ``torch.compile(model, backend="codetta")`` makes of this call; a single dict is taken as keyword arguments.
 
-    Nothing is computed if the model and the arguments are on the meta device. Otherwise the model runs once."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], (Mapping, Tensor)):
-        args, kwargs = (), as_batch(model, args[0])
-    graphs = captured(model, *args, options=options, **kwargs)
-    return explain_graphs(graphs, title=type(model).__name__, notes=_cache_notes(model, graphs, kwargs))
+    On the meta device nothing is computed. Elsewhere the model runs forward once."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        graphs = captured(model, options=options, **as_batch(model, args[0]))
+    else:
+        graphs = captured(model, *args, options=options, **kwargs)
+    notes = [CACHE_NOTE] if _returns_caches(model, graphs) else []
+    if len(graphs) > 1:
+        notes.append(f"Dynamo split this call into {len(graphs)} graphs; no segment crosses from one to another")
+    return explain_graphs(graphs, title=title or type(model).__name__, notes=notes)
 
 
-def explain_graphs(graphs: list[CapturedGraph], *, title: str, notes: Iterable[str] = ()) -> Explanation:
+def explain_graphs(graphs: Sequence[CapturedGraph], *, title: str, notes: Iterable[str] = ()) -> Explanation:
     """The explanation of captured graphs."""
     known: dict[tuple[str, int], tuple[Half, Half]] = {}
     plans: dict[str, tuple[Plan, Plan]] = {}
@@ -101,12 +125,17 @@ def explain_graphs(graphs: list[CapturedGraph], *, title: str, notes: Iterable[s
                 given = compiled.usable(graph.given(i)) if compiled.wrt else ()
                 plans[key] = compiled.forward, compiled.backward(given)[0] if given else EMPTY
                 known[key, rows] = _halves(graph, i, compiled, given, rows)
-            parts.append(Part(key, _layers(segment), rows, *known[key, rows]))
-    if len(graphs) > 1:
-        notes = [*notes, f"Dynamo split the model into {len(graphs)} graphs; a segment does not cross from one to another"]
+            parts.append(Part(key, weight_layers(segment), rows, *known[key, rows]))
     if not any(p.forward.gemms for p in parts):
         notes = [*notes, "nothing was understood: no segment contains a GEMM"]
     return Explanation(title, len(graphs), tuple(parts), tuple(opaque_calls(graphs)), plans, tuple(notes))
+
+
+def weight_layers(segment: Segment) -> tuple[str, ...]:
+    """The layers that a segment's weights belong to, in order."""
+    sources = [f.border.source for f in segment.feeds]
+    found = [layer_of(n) for n in sources if n.op == "placeholder" and is_parameter(n)]
+    return tuple(dict.fromkeys(filter(None, found)))
 
 
 def token_rows(segment: Segment) -> int:
@@ -123,18 +152,17 @@ def token_rows(segment: Segment) -> int:
 
 
 def opaque_calls(graphs: Iterable[CapturedGraph]) -> list[Opaque]:
-    """The operators that stay with PyTorch, alike ones together. Views move nothing and are left out."""
-    found: dict[tuple[str, str], list[tuple[OpaqueCall, bool]]] = {}
+    """The operators that stay with PyTorch, alike ones together."""
+    found: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for graph in graphs:
         nodes = {n.name: n for n in graph.gm.graph.nodes}
         for call in graph.capture.opaque:
-            node = nodes[call.name]
-            if not _is_view(node):
-                value = node.meta.get("val")
-                wanted = isinstance(value, Tensor) and value.requires_grad
-                found.setdefault((_operator(node), call.reason), []).append((call, wanted))
+            value = nodes[call.name].meta.get("val")
+            wanted = isinstance(value, Tensor) and value.requires_grad
+            key = (report.operator(call.op), report.plain_reason(call.reason))
+            found.setdefault(key, []).append((call.module, wanted))
     return [
-        Opaque(name, reason, len(calls), sum(w for _, w in calls), tuple(dict.fromkeys(_layer(c.layer) for c, _ in calls)))
+        Opaque(name, reason, len(calls), sum(wanted for _, wanted in calls), tuple(dict.fromkeys(m for m, _ in calls)))
         for (name, reason), calls in found.items()
     ]
 
@@ -146,20 +174,9 @@ def _halves(graph: CapturedGraph, i: int, compiled: Compiled, given: tuple[str, 
     return half_of(forward, rows, eager[0], fusion[0]), half_of(backward, rows, eager[1] if given else 0, fusion[1])
 
 
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-
-
-def _operator(node: fx.Node) -> str:
-    """``aten.embedding.default`` is ``embedding``."""
-    name = str(node.target)
-    return name.split(".")[1] if name.startswith("aten.") else name
-
-
-def _layer(name: str) -> str:
-    return name.removeprefix("L.self.")
-
-
-def _layers(segment: Segment) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_layer(n) for n in segment.layers))
+def _returns_caches(model: nn.Module, graphs: Sequence[CapturedGraph]) -> bool:
+    """Whether a graph returns keys and values: a model that may cache, and outputs of four dimensions."""
+    if not getattr(getattr(model, "config", None), "use_cache", False):
+        return False
+    values = [n.meta.get("val") for g in graphs for n in outputs_of(g.gm) if isinstance(n, fx.Node)]
+    return any(isinstance(v, Tensor) and v.dim() == 4 for v in values)

@@ -210,16 +210,17 @@ def _reshape(reader: Reader, node: Node, index: Index) -> Value | None:
 def _index(reader: Reader, node: Node, index: Index) -> Value | None:
     """Indexing the leading axes by integer tensors that are certainly not negative."""
     source, given = _source(node), node.args[1]
-    if not isinstance(given, (list, tuple)) or not all(isinstance(i, Node) for i in given):
+    chosen = [i for i in given if isinstance(i, Node)] if isinstance(given, (list, tuple)) else []
+    if not isinstance(given, (list, tuple)) or len(chosen) != len(given):
         return None
-    tail = len(shape_of(source)) - len(given)
+    tail = len(shape_of(source)) - len(chosen)
     if tail < 0:
         return None
     head = len(index) - tail
     places: list[Linear] = []
-    for chosen in given:
-        aligned = align(shape_of(chosen), shape_of(node)[:head], index[:head])
-        place = None if aligned is None else reader.element(chosen, aligned)
+    for tensor in chosen:
+        aligned = align(shape_of(tensor), shape_of(node)[:head], index[:head])
+        place = None if aligned is None else reader.element(tensor, aligned)
         if not isinstance(place, Linear):
             return None
         places.append(place)

@@ -14,10 +14,13 @@ from codetta.capture.inplace import PINNED
 from codetta.capture.layout import shape_of
 from codetta.capture.scope import Border, Meaning, OpaqueArgument, Pair, Scope, dtype_of
 from codetta.core.node import Node
+from codetta.core.types import Kind
 from codetta.errors import CodettaError, UnsupportedError
 from codetta.ir.build import cast, input_
 
 aten = torch.ops.aten
+
+_COLUMNS = (Kind.ROWVEC, Kind.SCALAR)
 
 NOT_NEAR_A_GEMM = "no GEMM needs it and it needs none"
 
@@ -27,13 +30,16 @@ class Growth:
     """What each FX node means, if it is understood, and why not, if it is not.
 
     An understood value of an earlier stage, and every opaque one, enters a stage as an INPUT across a border.
-    ``reads`` are the arguments whose nodes a value contains, which makes them one segment; ``enters`` are its borders;
+    ``reads`` are the arguments whose nodes a value contains, which makes them one segment; ``copies`` those that it
+    computes again, being ``light``: vectors over columns, made of nothing but such vectors; ``enters`` are its borders.
     ``after`` keeps the order of operators that have effects."""
 
     meaning: dict[fx.Node, Meaning] = field(default_factory=dict)
     stage: dict[fx.Node, int] = field(default_factory=dict)
     reads: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    copies: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     enters: dict[fx.Node, set[Border]] = field(default_factory=dict)
+    light: set[fx.Node] = field(default_factory=set)
     reasons: dict[fx.Node, str] = field(default_factory=dict)
     behind_gemm: set[fx.Node] = field(default_factory=set)
     inputs: dict[Border, Node] = field(default_factory=dict)
@@ -105,15 +111,18 @@ def _loans(growth: Growth, node: fx.Node) -> list[frozenset[fx.Node]]:
 
 def _understand(growth: Growth, node: fx.Node, lent: frozenset[fx.Node]) -> None:
     """Translate a node, the arguments in ``lent`` read as tensors from outside; raises where that cannot be done."""
-    outside = {a for a in node.all_input_nodes if a in growth.meaning and (a in lent or not _same_region(a, node))}
+    foreign = {a for a in node.all_input_nodes if a not in growth.light and not _same_region(a, node)}
+    outside = {a for a in node.all_input_nodes if a in growth.meaning and (a in lent or a in foreign)}
     stage = max((growth.stage[a] + (a in outside) for a in node.all_input_nodes), default=0)
     around = _Around(growth, stage, lent, outside)
     scope = Scope(node, around)
     meaning = _item(scope) if _is_getitem(node) else _stored(node, translate(scope))
     growth.meaning[node], growth.stage[node] = meaning, stage
-    growth.reads[node], growth.enters[node] = around.reads, around.enters
+    growth.reads[node], growth.copies[node], growth.enters[node] = around.reads, around.copies, around.enters
     if scope.contracts or around.reads & growth.behind_gemm:
         growth.behind_gemm.add(node)
+    elif around.reads <= growth.light and all(b.type.kind in _COLUMNS for b in around.enters):
+        growth.light.add(node)
 
 
 @dataclass(slots=True)
@@ -125,6 +134,7 @@ class _Around:
     lent: frozenset[fx.Node]
     outside: set[fx.Node]
     reads: set[fx.Node] = field(default_factory=set)
+    copies: set[fx.Node] = field(default_factory=set)
     enters: set[Border] = field(default_factory=set)
 
     def lookup(self, arg: fx.Node) -> Meaning | None:
@@ -132,8 +142,9 @@ class _Around:
         found = self.growth.meaning.get(arg)
         if found is None or arg in self.lent:
             return None
-        if self.growth.stage[arg] == self.stage and arg not in self.outside:
-            self.reads.add(arg)
+        here = self.growth.stage[arg] == self.stage and arg not in self.outside
+        if here or arg in self.growth.light:
+            (self.reads if here else self.copies).add(arg)
             return found
         if not isinstance(found, Value):
             raise UnsupportedError(f"{arg.name} is not one tensor and belongs to an earlier segment")
@@ -206,6 +217,10 @@ def _never_understood(graph: fx.Graph) -> dict[fx.Node, str]:
     for n in known:
         if is_gemm(n) or any(a in behind for a in n.all_input_nodes):
             behind.add(n)
+    thin: set[fx.Node] = set()
+    for n in reversed(known):
+        if _is_thin(n) and any(u in thin or u in before or u in behind for u in n.users):
+            thin.add(n)
     found: dict[fx.Node, str] = {}
     for n in graph.nodes:
         if n.meta.get(PINNED):
@@ -214,9 +229,15 @@ def _never_understood(graph: fx.Graph) -> dict[fx.Node, str]:
             found[n] = "it is no tensor"
         elif n.op == "call_function" and n.target not in TABLE and not _is_getitem(n):
             found[n] = reason_for(n.target)
-        elif n not in before and n not in behind:
+        elif n not in before and n not in behind and n not in thin:
             found[n] = NOT_NEAR_A_GEMM
     return found
+
+
+def _is_thin(node: fx.Node) -> bool:
+    """Whether a node is a float vector or a number, such as a gain that one is added to."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() <= 1 and value.is_floating_point()
 
 
 def _fixed_order(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -236,8 +257,9 @@ def _homeless(graph: fx.Graph, growth: Growth) -> dict[fx.Node, str]:
     """Understood values that no segment can take: of the first stage that has some."""
     feeds: set[fx.Node] = set()
     for n in reversed(graph.nodes):
-        if n in growth.reads and (n in feeds or is_gemm(n)):
-            feeds |= growth.reads[n]
+        if n in growth.meaning:
+            used = growth.reads[n] | growth.copies[n]
+            feeds |= used if n in feeds or is_gemm(n) else used & growth.light if n in growth.behind_gemm else set()
     found = {n: NOT_NEAR_A_GEMM for n in growth.meaning if n not in feeds and n not in growth.behind_gemm}
     for n, meaning in growth.meaning.items():
         outer = [u for u in n.users if n not in growth.reads.get(u, ())]

@@ -68,7 +68,7 @@ def layer_of(node: fx.Node) -> str:
 
 
 def _input_name(border: Border, n: Node, readers: dict[Node, list[Node]]) -> str:
-    source = border.source
+    source = _before_detach(border.source)
     if source.op == "placeholder" and is_parameter(source):
         return _short(placeholder_name(source))
     if border.type.kind is Kind.TABLE:
@@ -80,6 +80,11 @@ def _input_name(border: Border, n: Node, readers: dict[Node, list[Node]]) -> str
     if border.type.kind is Kind.TILE and all(_adds_to_gemm(n, u) for u in readers[n]):
         return "residual"
     return _BY_KIND[border.type.kind]
+
+
+def _before_detach(source: fx.Node) -> fx.Node:
+    inner = source.args[0] if source.target is aten.detach.default else None
+    return inner if isinstance(inner, fx.Node) else source
 
 
 def _short(name: str) -> str:

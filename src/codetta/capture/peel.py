@@ -63,7 +63,7 @@ def is_identity(node: Node, source: Tensor, result: Any, *, copies: bool) -> boo
     if target not in ALIASES | COPIES or (not copies and (target in COPIES or _options(node).get("copy"))):
         return False
     if target is aten.dropout.default or target is aten.feature_dropout.default:
-        return args[1] == 0 or not args[2]
+        return bool(args[1] == 0 or not args[2])
     return isinstance(result, Tensor) and same_layout(source, result)
 
 

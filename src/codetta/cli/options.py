@@ -34,4 +34,4 @@ def show(result: Any, *, as_json: bool) -> None:
     else:
         console = Console()
         # a terminal has the width it has; a file or a pipe gets lines that programs in language form fit on
-        Console(width=None if console.is_terminal else 120).print(result)
+        Console(width=None if console.is_terminal else 120).print(result, crop=False)

@@ -50,7 +50,10 @@ def rewrite(
     """The roots with every rule applied until none fires. Nodes of ``frozen`` stay as they are. Types never change."""
     roots = list(roots)
     done: dict[Node, Node] = {n: n for n in frozen}
-    _normalise(roots, rules, done, record)
+    try:
+        _normalise(roots, rules, done, record)
+    except RecursionError as e:
+        raise PlanError(f"rules never end: among {len(rules)}, one makes what it or another takes up again") from e
     return [done[r] for r in roots]
 
 

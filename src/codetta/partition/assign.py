@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from codetta.core.node import Node, node, postorder
-from codetta.core.types import Kind, f32
+from codetta.core.types import DType, Kind, f32
 from codetta.ir import ops
 from codetta.ir.graph import Graph
 from codetta.partition.schedule import START, Schedule, Time, schedule
@@ -70,6 +70,19 @@ def compared(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
+def storage_dtypes(roots: Iterable[Node]) -> dict[Node, DType]:
+    """The dtype in which each Tile is stored between steps. Arithmetic is wider than what it works on: a Tile is stored
+    as the Tiles from outside and the operands of GEMMs are that it is made of, where these are all the same."""
+    found: dict[Node, DType] = {}
+    for n in postorder(roots):
+        if n.type.kind is Kind.TILE and n.type.dtype.is_float:
+            source = n.args[:1] if n.op is ops.MATMUL else n.args
+            made_of = {found.get(a, a.type.dtype) for a in source if a.type.kind is Kind.TILE and a.type.dtype.is_float}
+            one = made_of.pop() if len(made_of) == 1 else n.type.dtype
+            found[n] = one if one.bytes < n.type.dtype.bytes else n.type.dtype
+    return found
+
+
 def own_roots(graph: Graph) -> list[tuple[str, Node]]:
     """The outputs; one that is an input is copied to a buffer of its own."""
     copies = ((name, n.op is ops.INPUT, n) for name, n in graph.outputs)
@@ -93,6 +106,7 @@ class _Assign:
         self.order, self.time = self.schedule.order, self.schedule.time
         self.drafts: list[Draft] = []
         self.exact = compared(self.time)
+        storage = storage_dtypes(roots)
         self.first_use: dict[Node, int] = {}
         for i, gemm in enumerate(self.order, 1):
             for a in operands(gemm):
@@ -102,7 +116,7 @@ class _Assign:
         for n in [*self.first_use, *(stored_root(r) for r in roots)]:
             if n.op is not ops.INPUT:
                 self.need(n)
-                if n.op is ops.CAST and n.type.dtype.is_float and n.args[0].op is not ops.INPUT:
+                if n.op is ops.CAST and n.args[0].op is not ops.INPUT and storage.get(n.args[0]) is n.type.dtype:
                     self.rounded.setdefault(n.args[0], n)
         for n in [r for r in self.rounded if r in self.exact or r in roots]:
             del self.rounded[n]  # asked for unrounded as well

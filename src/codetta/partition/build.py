@@ -7,14 +7,24 @@ from collections.abc import Iterable
 from keyword import iskeyword
 
 from codetta.core.node import Node, substitute
-from codetta.core.types import DType, Kind, Type, compute_dtype
+from codetta.core.types import Kind, Type
 from codetta.errors import PlanError
 from codetta.ir import ops
 from codetta.ir.build import cast, input_
 from codetta.ir.graph import Graph
 from codetta.ir.program import Gemm, Program, Role
 from codetta.lang.functions import LANGUAGE
-from codetta.partition.assign import Assignment, Draft, Slot, assign, compared, operands, own_roots, stored_root
+from codetta.partition.assign import (
+    Assignment,
+    Draft,
+    Slot,
+    assign,
+    compared,
+    operands,
+    own_roots,
+    storage_dtypes,
+    stored_root,
+)
 from codetta.partition.plan import Plan, Step, View, partial_outputs
 from codetta.partition.schedule import Schedule
 
@@ -80,8 +90,10 @@ class _Names:
 
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
         self.types: dict[str, Type] = {str(n.attrs[0]): n.type for n in graph.inputs}
-        self.narrow = storage_dtype(assignment.schedule.order)
-        self.exact = compared(assignment.schedule.time)
+        self.storage = storage_dtypes(graph.roots)
+        # asked for as they are: by whoever gets the output, a GEMM that takes this dtype, a comparison
+        self.exact = {stored_root(n) for _, n in own_roots(graph)} | compared(assignment.schedule.time)
+        self.exact.update(a for gemm in assignment.schedule.order for a in gemm.args)
         self.buffers: dict[Slot, str] = {Slot(n): str(n.attrs[0]) for n in graph.inputs}
         self.steps: set[str] = set()
         self.wanted = {stored_root(n): name for name, n in reversed(own_roots(graph)) if stored_root(n) is n}
@@ -110,12 +122,9 @@ class _Names:
         return self.buffers[slot]
 
     def stored(self, slot: Slot) -> Node:
-        """The value as it is written: a Tile between steps in the GEMMs' storage dtype, everything else as it is."""
+        """The value as it is written: a Tile between steps in its storage dtype, everything else as it is."""
         n = slot.node
-        wide = n.type.dtype.is_float and n.type.dtype is compute_dtype(n.type.dtype)
-        if n.type.kind is Kind.TILE and wide and n not in self.wanted and n not in self.exact and self.narrow:
-            return cast(n, self.narrow)
-        return n
+        return n if n in self.exact else cast(n, self.storage.get(n, n.type.dtype))
 
     def param(self, slot: Slot) -> Node:
         """The parameter that stands for a slot in a program."""
@@ -149,11 +158,3 @@ def safe_name(name: str) -> str:
     if name[:1].isdigit() or not name:
         name = f"_{name}"
     return f"{name}_" if iskeyword(name) or name in LANGUAGE or name in ("acc", "dict") else name
-
-
-def storage_dtype(order: Iterable[Node]) -> DType | None:
-    """The dtype in which Tiles between steps are stored: that of the GEMMs' operands, where it is narrower."""
-    for gemm in order:
-        if gemm.type.dtype is not gemm.args[0].type.dtype:
-            return gemm.args[0].type.dtype
-    return None

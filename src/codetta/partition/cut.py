@@ -10,13 +10,11 @@ from typing import Literal
 import networkx as nx
 
 from codetta.core.node import Node, postorder, substitute
-from codetta.core.types import Kind, compute_dtype
 from codetta.errors import PlanError
 from codetta.ir import ops
 from codetta.ir.build import cast, input_
 from codetta.ir.graph import Graph
-from codetta.partition.assign import compared, operands
-from codetta.partition.build import storage_dtype
+from codetta.partition.assign import compared, operands, storage_dtypes
 from codetta.partition.size import bytes_of
 
 # fast keeps every operand of a weight gradient; balanced makes those again that are wider than what their GEMM
@@ -101,16 +99,14 @@ def _named(forward: Graph, chosen: list[Node], stored: dict[Node, Node], exact: 
     is one."""
     names = {n: name for name, n in reversed(forward.outputs)}
     taken = {*dict(forward.outputs), *(str(n.attrs[0]) for n in forward.inputs)}
-    narrow = storage_dtype(forward.contractions)
+    storage = storage_dtypes([*forward.roots, *chosen])
     found: list[Kept] = []
     for n in chosen:
         if n.op is ops.INPUT:
             continue
         value = stored.get(n, n)
-        wide = value.type.dtype.is_float and value.type.dtype is compute_dtype(value.type.dtype)
-        between_steps = value not in names and value not in exact
-        if value.type.kind is Kind.TILE and wide and narrow is not None and between_steps:
-            value = cast(value, narrow)
+        if value not in stored and value not in exact:
+            value = cast(value, storage.get(value, value.type.dtype))
         output = names.get(value)
         if output is None:
             output = next(name for i in count() if (name := f"saved{i}") not in taken)
@@ -135,12 +131,14 @@ def _depending_on(sources: set[Node], roots: list[Node]) -> set[Node]:
 def _stored(forward: Graph, again: set[Node], exact: set[Node]) -> dict[Node, Node]:
     """Forward values that are in memory anyway, with what they are in memory as: a rounded value serves for itself."""
     found: dict[Node, Node] = {}
+    storage = storage_dtypes(forward.roots)
     for n in [*forward.roots, *(a for g in forward.contractions for a in operands(g))]:
         if n in again or n.op is ops.INPUT:
             continue
         found[n] = n
-        if n.op is ops.CAST and n.type.dtype.is_float and n.args[0].op is not ops.INPUT and n.args[0] not in exact:
-            found.setdefault(n.args[0], n)
+        inner = n.args[0] if n.op is ops.CAST else n
+        if inner.op is not ops.INPUT and inner not in exact and storage.get(inner) is n.type.dtype:
+            found.setdefault(inner, n)
     return found
 
 

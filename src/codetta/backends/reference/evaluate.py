@@ -1,6 +1,7 @@
 """What every op means, as one small PyTorch function an op.
 
 Shapes: Tile (M, N), RowVec (N,), ColVec (M,), GroupVec (M, G), Table (M, I), Scalar (). Constants are Python numbers.
+Between maps a Tile may also be seen in groups, (M, G, I): lanes of heads then need no copy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from codetta.core.node import Node, Op, postorder
-from codetta.core.types import DType, Kind, Type, bf16, boolean, compute_dtype, f16, f32, f64, i32, i64
+from codetta.core.types import AXES, DType, Kind, Type, bf16, boolean, compute_dtype, f16, f32, f64, i32, i64
 from codetta.errors import PlanError
 from codetta.ir import ops
 from codetta.ir.split import Split
@@ -57,8 +58,15 @@ def value_of(n: Node, args: list[Value], rows: int, device: torch.device) -> Val
 
 
 def as_tensor(value: Value, type_: Type, device: torch.device) -> Tensor:
-    """A tensor as it is, a Python number as a 0-d tensor of its type."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=TORCH[type_.dtype], device=device)
+    """A tensor in its own shape, a Python number as a 0-d tensor of its type."""
+    if isinstance(value, Tensor):
+        return flat(value)
+    return torch.tensor(value, dtype=TORCH[type_.dtype], device=device)
+
+
+def flat(x: Tensor) -> Tensor:
+    """A Tile that may be seen in groups, as (M, N)."""
+    return x.flatten(1) if x.dim() == 3 else x
 
 
 def leaf(n: Node, rows: int, device: torch.device) -> Value:
@@ -72,21 +80,21 @@ def leaf(n: Node, rows: int, device: torch.device) -> Value:
 # --- broadcasting ---------------------------------------------------------------------------------------------------
 
 
-def align(values: tuple[Value, ...], types: list[Type], out: Type) -> tuple[list[Value], bool]:
-    """The values reshaped so that PyTorch broadcasts them to ``out``; True where that is in (M, G, I) form."""
-    grouped = out.kind is Kind.TILE and any(t.kind in (Kind.GROUPVEC, Kind.TABLE) for t in types)
-    groups = _groups(types, out) if grouped else 0
-    return [_aligned(v, t, out, groups) for v, t in zip(values, types, strict=True)], grouped
+def align(values: tuple[Value, ...], types: list[Type], out: Type) -> list[Value]:
+    """The values reshaped so that PyTorch broadcasts them to ``out``, in groups where one of them is."""
+    groups = _groups(values, types, out) if out.kind is Kind.TILE else 0
+    return [_aligned(v, t, out, groups) for v, t in zip(values, types, strict=True)]
 
 
-def _groups(types: list[Type], out: Type) -> int:
-    counts = {t.cols for t in types if t.kind is Kind.GROUPVEC and isinstance(t.cols, int)}
-    widths = {t.cols for t in types if t.kind is Kind.TABLE and isinstance(t.cols, int)}
-    if not isinstance(out.cols, int):
-        raise PlanError(f"the reference backend needs a known column count, got {out}")
-    counts |= {out.cols // w for w in widths}
-    # two factorisations in one op meet in the finer one; nested group counts divide each other
-    return max(counts)
+def _groups(values: tuple[Value, ...], types: list[Type], out: Type) -> int:
+    """The number of groups in which to compute; 0 for none. Two factorisations meet in the finer one."""
+    counts = {v.shape[1] for v in values if isinstance(v, Tensor) and v.dim() == 3}
+    for t in types:
+        if t.kind in (Kind.GROUPVEC, Kind.TABLE):
+            if not (isinstance(out.cols, int) and isinstance(t.cols, int)):
+                raise PlanError(f"the reference backend needs a known column count, got {out}")
+            counts.add(t.cols if t.kind is Kind.GROUPVEC else out.cols // t.cols)
+    return max(counts, default=0)
 
 
 def _aligned(v: Value, t: Type, out: Type, groups: int) -> Value:
@@ -106,7 +114,10 @@ def _aligned(v: Value, t: Type, out: Type, groups: int) -> Value:
 
 
 def in_groups(v: Tensor, groups: int) -> Tensor:
-    """The last dimension seen as (groups, inside)."""
+    """The columns seen as (groups, inside)."""
+    if v.dim() == 3 and v.shape[1] == groups:
+        return v
+    v = flat(v)
     return v.reshape(*v.shape[:-1], groups, v.shape[-1] // groups)
 
 
@@ -119,17 +130,15 @@ def elementwise(fn: Callable[..., Tensor]) -> Meaning:
         wide = TORCH[dtype] if dtype.is_float else None
         fits = all(t.kind is n.type.kind or t.kind is Kind.SCALAR for t in types)
         exact = fits and all(t.dtype is dtype or a.op is ops.CONST for a, t in zip(n.args, types, strict=True))
-        if exact and any(a.op is not ops.CONST for a in n.args):
-            return fn
 
         def run(*values: Value) -> Value:
+            if exact and len({v.shape for v in values if isinstance(v, Tensor) and v.dim()}) == 1:
+                return fn(*values)
             if wide is not None:
                 values = tuple(v.to(wide) if isinstance(v, Tensor) and v.is_floating_point() else v for v in values)
             if not any(isinstance(v, Tensor) for v in values):
                 values = (torch.tensor(values[0], dtype=wide), *values[1:])
-            args, grouped = align(values, types, n.type)
-            out = fn(*args)
-            return out.flatten(1) if grouped else out
+            return fn(*align(values, types, n.type))
 
         return run
 
@@ -158,10 +167,10 @@ def expand_to(n: Node, x: Value, rows: int) -> Tensor:
         raise PlanError(f"the reference backend needs a known column count, got {n.type}")
     if n.type.kind is Kind.ROWVEC:
         return x.expand(n.type.cols)
-    (aligned,), grouped = align((x,), [n.args[0].type], n.type)
-    if grouped and isinstance(aligned, Tensor):
+    (aligned,) = align((flat(x),), [n.args[0].type], n.type)
+    if isinstance(aligned, Tensor) and aligned.dim() == 3:
         groups = aligned.shape[1] if n.args[0].type.kind is Kind.GROUPVEC else n.type.cols // aligned.shape[2]
-        return aligned.expand(rows, groups, n.type.cols // groups).flatten(1)
+        return aligned.expand(rows, groups, n.type.cols // groups)
     return aligned.expand(rows, n.type.cols) if isinstance(aligned, Tensor) else x
 
 
@@ -197,23 +206,26 @@ def _part(n: Node, x: Tensor) -> Tensor:
     if not isinstance(index, int):
         raise PlanError(f"{n} has no part index")
     if split.adjacent:
-        return x[..., index :: split.parts]
+        return flat(x)[..., index :: split.parts]
     grouped = in_groups(x, split.groups)
     sizes = split.sizes or (grouped.shape[-1] // split.parts,) * split.parts
-    return grouped[..., sum(sizes[:index]) : sum(sizes[: index + 1])].flatten(-2)
+    own = grouped[..., sum(sizes[:index]) : sum(sizes[: index + 1])]
+    return own if n.type.kind is Kind.TILE and split.groups > 1 else own.flatten(-2)
 
 
 def _join(n: Node, *given: Value) -> Tensor:
     split = _split_of(n)
     tensors = [v for v in given if isinstance(v, Tensor) and v.dim()]
-    lead = max((t.shape[:-1] for t in tensors), key=len)
+    with_rows = (v for v, a in zip(given, n.args, strict=True) if "m" in AXES[a.type.kind])
+    lead = next((v.shape[:1] for v in with_rows if isinstance(v, Tensor)), ())
     full: list[Tensor] = []
     for i, v in enumerate(given):
         cols = split.part_cols(n.type.cols or 0, i)
         if not isinstance(cols, int):
             raise PlanError(f"the reference backend needs a known column count, got {n.type}")
-        wide = (v if isinstance(v, Tensor) else tensors[0].new_full((), v)).expand(*lead, cols)
-        full.append((wide if split.adjacent else in_groups(wide, split.groups)).to(TORCH[n.type.dtype]))
+        t = v if isinstance(v, Tensor) else tensors[0].new_full((), v)
+        wide = t if t.dim() == 3 else t.expand(*lead, cols)
+        full.append((flat(wide) if split.adjacent else in_groups(wide, split.groups)).to(TORCH[n.type.dtype]))
     return torch.stack(full, -1).flatten(-2) if split.adjacent else torch.cat(full, -1).flatten(-2)
 
 
@@ -236,7 +248,7 @@ _FOLD: dict[str, Callable[[Tensor, int], Tensor]] = {
 def _reduce(n: Node, x: Tensor) -> Tensor:
     fn, to, groups = n.attrs
     fold, kind = _FOLD[str(fn)], n.args[0].type.kind
-    x = x.to(TORCH[n.type.dtype])
+    x = flat(x).to(TORCH[n.type.dtype])
     if to is Kind.SCALAR:
         return fold(x.flatten(), 0)
     if to is Kind.COLVEC:
@@ -250,6 +262,7 @@ def _reduce(n: Node, x: Tensor) -> Tensor:
 
 def _select(n: Node, x: Tensor, index: Tensor) -> Tensor:
     """Out-of-range indices (an ignored token's) give 0, as an epilogue that never meets the column would."""
+    x = flat(x)
     inside = (index >= 0) & (index < x.shape[1])
     found = x.gather(1, index.to(torch.int64).clamp(0, max(x.shape[1] - 1, 0)).unsqueeze(1)).squeeze(1)
     return torch.where(inside, found, 0).to(TORCH[n.type.dtype])
@@ -305,7 +318,7 @@ EVAL: dict[Op, Meaning] = {
     ops.STACK: whole(_stack),
     ops.TAKE_ROWS: whole(lambda n, x: x[n.attrs[0] : n.attrs[1]]),
     ops.REDUCE: whole(_reduce),
-    ops.LSE: whole(lambda n, x: torch.logsumexp(x.to(TORCH[n.type.dtype]), 1)),
+    ops.LSE: whole(lambda n, x: torch.logsumexp(flat(x).to(TORCH[n.type.dtype]), 1)),
     ops.SELECT: whole(_select),
     ops.MATMUL: whole(lambda n, a, b: contract(n.attrs[0], a, b)),
 }

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from codetta.backends.reference.evaluate import EVAL, Value, as_tensor, expand_to, leaf
 from codetta.backends.reference.tiles import fold, partials
-from codetta.core.node import Node, postorder
+from codetta.core.node import Node, Op, postorder
+from codetta.core.types import Kind
 from codetta.errors import PlanError
 from codetta.ir import ops
 from codetta.ir.program import Program
@@ -43,11 +44,49 @@ def compile_body(program: Program) -> Body:
     slot: dict[Node, int] = {p: i for i, p in enumerate(program.params)}
     code: list[Instruction] = []
     in_parts = {n for (_, n), p in zip(program.outputs, partial_outputs(program), strict=True) if p}
-    for n in postorder(n for _, n in program.outputs):
-        if n not in slot:
-            slot[n] = len(slot)
-            code.append((_instruction(n, [slot[a] for a in n.args], n in in_parts), slot[n]))
+    order = [n for n in postorder(n for _, n in program.outputs) if n not in slot]
+    last = {a: n for n in order for a in n.args}
+    kept = {n for _, n in program.outputs}
+    for n in order:
+        slot[n] = len(slot)
+        args = [slot[a] for a in n.args]
+        free = [
+            a for a in dict.fromkeys(n.args) if last[a] is n and a not in kept and _is_fresh(a) and a.type == n.type
+        ]
+        if n.op in IN_PLACE and n.args[0] in free and n.args.count(n.args[0]) == 1:
+            code.append((_overwriting(n, args), slot[n]))
+        else:
+            code.append((_instruction(n, args, n in in_parts), slot[n]))
     return Body(len(slot), tuple(code), tuple(slot[n] for _, n in program.outputs), program)
+
+
+IN_PLACE: dict[Op, Callable[[Tensor, Value], Tensor]] = {
+    ops.ADD: lambda a, b: a.add_(b),
+    ops.SUB: lambda a, b: a.sub_(b),
+    ops.MUL: lambda a, b: a.mul_(b),
+}
+VIEWS = {ops.PART, ops.EXPAND, ops.TURN, ops.TAKE_ROWS, ops.CAST, ops.JOIN}
+FRESH = {*IN_PLACE, ops.DIV, ops.EXP, ops.SIGMOID, ops.SILU, ops.TANH, ops.NEG}
+
+
+def _is_fresh(n: Node) -> bool:
+    """Whether a value lies in memory of its own: a map's result in the compute dtype, as large as a Tile."""
+    return n.op in FRESH and n.type.kind is Kind.TILE and n.type.dtype.is_float
+
+
+def _overwriting(n: Node, args: list[int]) -> Callable[[list[Value], int], Value]:
+    """The instruction that writes over its first argument, which nobody reads any more, where the shapes allow it."""
+    run, over = EVAL[n.op](n), IN_PLACE[n.op]
+    first, second = args
+
+    def instruction(slots: list[Value], rows: int) -> Value:
+        a, b = slots[first], slots[second]
+        same = not isinstance(b, Tensor) or not b.dim() or (isinstance(a, Tensor) and b.shape == a.shape)
+        if isinstance(a, Tensor) and same and (not isinstance(b, Tensor) or b.dtype == a.dtype):
+            return over(a, b)
+        return run(a, b)
+
+    return instruction
 
 
 def _instruction(n: Node, args: list[int], in_parts: bool) -> Callable[[list[Value], int], Value]:
