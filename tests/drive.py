@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import mirror
 import torch
 from torch import Tensor
 
+import mirror
 from codetta.backends.reference.evaluate import TORCH
 from codetta.backends.reference.execute import Executable
 from codetta.core.types import DTYPES

@@ -246,7 +246,9 @@ def vectors(d: Draw, x: Node) -> list[Node]:
     return [d.pick(made) for _ in range(d.random.randrange(1, 4))]
 
 
-def draw(random: Random, steps: Sequence[Step] = USUAL + ODD + ACROSS_ROWS, most: int = 10, dtype: DType = f64) -> Graph:
+def draw(
+    random: Random, steps: Sequence[Step] = USUAL + ODD + ACROSS_ROWS, most: int = 10, dtype: DType = f64
+) -> Graph:
     """A random graph: outputs anywhere and of any kind, values used twice, unused inputs, an output that is an input
     or is given twice."""
     d = Draw(random, dtype)

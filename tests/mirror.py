@@ -1,7 +1,7 @@
 """What a graph means in plain float64 PyTorch, under autograd: the oracle of the core's tests.
 
-It shares nothing with the backends. Every op is said a second time, as simply as can be: each value of a map is repeated
-to its full size first, parts of columns are lists of indices, and casts to narrower floats are widened.
+It shares nothing with the backends. Every op is said a second time, as simply as can be: each value of a map is
+repeated to its full size first, parts of columns are lists of indices, casts to narrower floats are widened.
 """
 
 from __future__ import annotations
@@ -150,36 +150,10 @@ def repeated(v: Tensor, t: Type, out: Type, rows: int) -> Tensor:
     return v.expand(to)
 
 
-def _value(n: Node, args: list[Tensor], rows: int) -> Tensor:  # noqa: PLR0911 - one line an op
+def _value(n: Node, args: list[Tensor], rows: int) -> Tensor:
+    if n.op in WHOLE:
+        return WHOLE[n.op](n, rows, *args)
     types = [a.type for a in n.args]
-    match n.op.name:
-        case "const":
-            return torch.tensor(n.attrs[0], dtype=torch.float64)
-        case "column" | "row":
-            return torch.arange(size(n.attrs[0], rows))  # type: ignore[arg-type]
-        case "to":
-            return args[0] if n.type.dtype.is_float else args[0].trunc()
-        case "expand":
-            return repeated(args[0], types[0], n.type, rows)
-        case "part":
-            return args[0][..., _columns(n.args[0], n, rows)[int(str(n.attrs[1]))]]
-        case "join":
-            return _join(n, args, rows)
-        case "turn":
-            return args[0]
-        case "stack":
-            cols = size(n.type.cols, rows)
-            return torch.cat([a.expand(int(str(s)), cols) for a, s in zip(args, n.attrs, strict=True)])
-        case "take_rows":
-            return args[0][n.attrs[0] : n.attrs[1]]  # type: ignore[misc]
-        case "reduce":
-            return _reduce(args[0], types[0], *n.attrs)  # type: ignore[arg-type]
-        case "logsumexp_row":
-            return args[0].logsumexp(1)
-        case "select_column":
-            return _select(*args)
-        case "matmul":
-            return CONTRACT[str(n.attrs[0])](*args)
     return MAPS[n.op](*(repeated(a, t, n.type, rows) for a, t in zip(args, types, strict=True)))
 
 
@@ -189,24 +163,58 @@ def _columns(whole: Node, n: Node, rows: int) -> list[Tensor]:
     return indices(split, size(whole.type.cols, rows))
 
 
-def _join(n: Node, args: list[Tensor], rows: int) -> Tensor:
+def _part(n: Node, rows: int, v: Tensor) -> Tensor:
+    return v[..., _columns(n.args[0], n, rows)[n.attrs[1]]]  # type: ignore[index]
+
+
+def _join(n: Node, rows: int, *args: Tensor) -> Tensor:
     where = _columns(n, n, rows)
     lead = shape(n.type, rows)[:-1]
     wide = [a.expand(*lead, len(i)) for a, i in zip(args, where, strict=True)]
     return torch.cat(wide, -1)[..., torch.cat(where).argsort()]
 
 
-def _reduce(v: Tensor, t: Type, fn: str, to: Kind, groups: int | None) -> Tensor:
+def _stack(n: Node, rows: int, *args: Tensor) -> Tensor:
+    sizes = [s for s in n.attrs if isinstance(s, int)]
+    return torch.cat([a.expand(s, size(n.type.cols, rows)) for a, s in zip(args, sizes, strict=True)])
+
+
+def _reduce(n: Node, rows: int, v: Tensor) -> Tensor:
+    fn, to, groups = n.attrs
+    fold = FOLDS[str(fn)]
     if to is Kind.SCALAR:
-        return FOLDS[fn](v.reshape(-1), 0)
-    if groups is None:
-        return FOLDS[fn](v, 0 if to is Kind.ROWVEC else 1)
+        return fold(v.reshape(-1), 0)
+    if not isinstance(groups, int):
+        return fold(v, 0 if to is Kind.ROWVEC else 1)
     grouped = v.reshape(v.shape[0], groups, v.shape[1] // groups)
-    return FOLDS[fn](grouped, 2 if to is Kind.GROUPVEC else 1)
+    return fold(grouped, 2 if to is Kind.GROUPVEC else 1)
 
 
-def _select(v: Tensor, index: Tensor) -> Tensor:
+def _select(n: Node, rows: int, v: Tensor, index: Tensor) -> Tensor:
     """0 where the index names no column."""
     inside = (index >= 0) & (index < v.shape[1])
     picked = v[torch.arange(v.shape[0]), torch.where(inside, index, 0).long()]
     return torch.where(inside, picked, 0.0)
+
+
+def _index(n: Node, rows: int) -> Tensor:
+    count = n.attrs[0]
+    return torch.arange(size(count if isinstance(count, int | Sym) else None, rows))
+
+
+WHOLE: dict[Op, Callable[..., Tensor]] = {  # the node, what M stands for, and the arguments' values
+    ops.CONST: lambda n, rows: torch.tensor(n.attrs[0], dtype=torch.float64),
+    ops.COLUMN: _index,
+    ops.ROW: _index,
+    ops.CAST: lambda n, rows, v: v if n.type.dtype.is_float else v.trunc(),
+    ops.EXPAND: lambda n, rows, v: repeated(v, n.args[0].type, n.type, rows),
+    ops.PART: _part,
+    ops.JOIN: _join,
+    ops.TURN: lambda n, rows, v: v,
+    ops.STACK: _stack,
+    ops.TAKE_ROWS: lambda n, rows, v: v[n.attrs[0] : n.attrs[1]],
+    ops.REDUCE: _reduce,
+    ops.LSE: lambda n, rows, v: v.logsumexp(1),
+    ops.SELECT: _select,
+    ops.MATMUL: lambda n, rows, a, b: CONTRACT[n.attrs[0]](a, b),
+}

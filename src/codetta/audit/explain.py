@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from torch import Tensor, fx, nn
@@ -104,8 +105,10 @@ def explain(
 
     On the meta device nothing is computed. Elsewhere the model runs forward once."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-        graphs = captured(model, options=options, **as_batch(model, args[0]))
-    else:
+        kwargs = as_batch(model, args[0])
+        args = ()
+    # counted is this very call, whatever sizes the same code was compiled for before
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         graphs = captured(model, *args, options=options, **kwargs)
     notes = [CACHE_NOTE] if _returns_caches(model, graphs) else []
     if len(graphs) > 1:

@@ -130,6 +130,14 @@ def dtype_named(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def random_model(config: Any, dtype: torch.dtype, seed: int, device: str = "cpu") -> nn.Module:
+    """A causal language model of transformers in training mode, as it is initialised; on "meta" it has no weights."""
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.train()
+
+
 def token_batch(vocabulary: int, shape: tuple[int, int], seed: int, device: str = "cpu") -> dict[str, Any]:
     """Random tokens as inputs and labels, of the lower half of the vocabulary: the other half is never a target."""
     generator = torch.Generator().manual_seed(seed)
@@ -156,19 +164,13 @@ def _causal(request: Request, config: Any, defaults: tuple[int, int, str], *, we
     device = "cpu" if weights else "meta"
     vocabulary = int(config.get_text_config().vocab_size)
 
-    def build(seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.manual_seed(seed)
-            model: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, dtype=wanted)
-        if weights:
-            perturb_gains(model, seed)
-        return model.train()
-
     def renew(seed: int) -> dict[str, Any]:
-        model.load_state_dict(build(seed).state_dict())
+        other = random_model(config, wanted, seed)
+        perturb_gains(other, seed)
+        model.load_state_dict(other.state_dict())
         return token_batch(vocabulary, shape, seed)
 
-    model = build(request.seed)
+    model = random_model(config, wanted, request.seed, device)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     name = str(wanted).removeprefix("torch.")
     title = f"{request.name}: {layers} layers, {shape[0]} x {shape[1]} tokens, {name}"

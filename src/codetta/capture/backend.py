@@ -17,11 +17,13 @@ from torch.fx import GraphModule
 
 from codetta import settings
 from codetta.capture.logits import THROUGH, NoLogits, logits_outputs, outputs_of, without_outputs
+from codetta.capture.mask import make_attention_causal
 from codetta.capture.normalise import ignore_warning_loggers, normalise
 from codetta.capture.options import BackendOptions, parse
 from codetta.capture.segment import Capture, Segment, cut
 from codetta.capture.splice import splice
 from codetta.capture.wide import double_precision, widened
+from codetta.errors import CaptureError
 from codetta.ir.graph import Graph
 from codetta.runtime import library, registry
 from codetta.runtime.compile import Options
@@ -35,10 +37,12 @@ ignore_warning_loggers()
 
 @dataclass(slots=True)
 class CapturedGraph:
-    """One graph that Dynamo handed over: normalised, cut, and with the content key of each segment."""
+    """One graph that Dynamo handed over: normalised, cut, with what was proven of each attention call's mask, and with
+    the content key of each segment."""
 
     gm: GraphModule
     capture: Capture
+    attention: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
 
     def compiled(self) -> Iterator[tuple[Segment, Compiled]]:
@@ -106,20 +110,25 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[
             stacklevel=2,
         )
         return _inner(chosen, device)(gm, example_inputs)
-    graph = normalise(gm, example_inputs)
+    try:
+        graph = normalise(gm, example_inputs)
+    except CaptureError as error:
+        warnings.warn(f"codetta leaves a graph to PyTorch unchanged: {error}", stacklevel=2)
+        return _inner(chosen, device)(gm, example_inputs)
+    attention = make_attention_causal(graph) if chosen.prove_masks else []
     if chosen.widen:
         graph = widened(graph)
     hidden = logits_outputs(graph) if chosen.logits == "never" else []
     fakes = without_outputs(graph, hidden)
     if chosen.rewrite:
-        graph = _rewritten(graph, chosen)
+        graph = _rewritten(graph, chosen, attention)
     run = _inner(chosen, device)(graph, example_inputs)
     run = _in_modes(run, [device, "cpu"], chosen.widen)
     return _with_placeholders(run, hidden, fakes) if hidden else run
 
 
-def _rewritten(graph: GraphModule, chosen: BackendOptions) -> GraphModule:
-    found = CapturedGraph(graph, cut(graph))
+def _rewritten(graph: GraphModule, chosen: BackendOptions, attention: list[str]) -> GraphModule:
+    found = CapturedGraph(graph, cut(graph), attention)
     keys: dict[tuple[Graph, tuple[bool, ...]], str] = {}
 
     def register(segment: Graph, requires_grad: tuple[bool, ...]) -> str:

@@ -14,6 +14,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "memory": MEMORY,
     "inner": ("auto", "eager", "aot_eager", "inductor"),
     "kernels": ("auto", "reference"),
+    "prove_masks": (True, False),
     "rewrite": (True, False),
     "widen": (True, False),
 }
@@ -21,16 +22,21 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """``logits``: "auto" returns what the model returns, "never" a placeholder that raises when it is used.
-    ``memory``: what forward keeps for backward ("fast" most, "lean" least). ``inner``: who runs what is no segment
-    ("auto": eager on a CPU, Inductor on a GPU). ``kernels``: "reference" runs segments on PyTorch operators also on a
-    GPU. For the bisecting and testing: ``rewrite=False`` leaves the captured graph as it is, ``widen=True`` runs it in
-    float64 whatever casts it contains."""
+    """What may be asked for.
+
+    ``logits``: "auto" returns what the model returns, "never" a placeholder that raises when it is used.
+    ``memory``: what forward keeps for backward, from "fast" (most) over "balanced" to "lean" (least).
+    ``inner``: who runs what is no segment; "auto" is eager on a CPU, Inductor on a GPU.
+    ``kernels``: "reference" runs segments on PyTorch operators also on a GPU.
+    ``prove_masks``: an attention mask that is plainly causal is dropped, and attention takes its causal path.
+    For bisecting and tests, ``rewrite=False`` leaves the captured graph as it is, and ``widen=True`` runs it in float64
+    whatever casts it contains."""
 
     logits: str = "auto"
     memory: Memory = "balanced"
     inner: str = "auto"
     kernels: str = "auto"
+    prove_masks: bool = True
     rewrite: bool = True
     widen: bool = False
 

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from codetta.backends.reference.evaluate import DTYPE_OF
-from codetta.capture.align import Value, align, form_of
-from codetta.capture.layout import Dims, Size, atoms, natural, shape_of
+from codetta.capture.align import Shape, Value, align, form_of
+from codetta.capture.layout import Dims, Size, atoms, natural, reshape, shape_of, sizes
 from codetta.core.node import Node
 from codetta.core.types import ROWS, DType, Kind, Type
 from codetta.errors import UnsupportedError
@@ -205,19 +205,30 @@ def _per_row(x: T) -> T | Value:
 
 
 def _before_views(source: fx.Node, dims: Dims, understood: Callable[[fx.Node], bool]) -> tuple[fx.Node, Dims]:
-    """The tensor of which ``source`` is a view with other dimensions of size 1, and how that tensor's dimensions lie.
+    """The tensor of which ``source`` is a view in another shape, and how that tensor's dimensions lie.
 
     Each layer makes its own view of the same cosines and sines; behind the views they are one tensor."""
     while source.target in SAME_ORDER and isinstance(inner := source.args[0], fx.Node) and not understood(inner):
-        outer_shape, shape = shape_of(fake(source)), shape_of(fake(inner))
-        if [n for n in outer_shape if n != 1] != [n for n in shape if n != 1]:
+        found = _seen_as(dims, shape_of(fake(source)), shape_of(fake(inner)))
+        if found is None:
             break
-        lead = len(dims) - len(outer_shape)
-        sizes = [1] * lead + list(outer_shape)
-        repeated = [d for d, n in zip(dims, sizes, strict=True) if d and n == 1]
-        kept = iter([d for d, n in zip(dims, sizes, strict=True) if n != 1])
-        source, dims = inner, (*repeated, *(() if n == 1 else next(kept) for n in shape))
+        source, dims = inner, found
     return source, dims
+
+
+def _seen_as(dims: Dims, shape: Shape, inner: Shape) -> Dims | None:
+    """The dimensions of a tensor of shape ``inner`` whose view of another shape lies as ``dims``, some repeated."""
+    if sizes(dims) == shape:
+        try:
+            return reshape(dims, inner)
+        except UnsupportedError:
+            return None
+    if [n for n in shape if n != 1] != [n for n in inner if n != 1]:
+        return None
+    padded = (1,) * (len(dims) - len(shape)) + shape
+    repeated = [d for d, n in zip(dims, padded, strict=True) if d and n == 1]
+    kept = iter([d for d, n in zip(dims, padded, strict=True) if n != 1])
+    return (*repeated, *(() if n == 1 else next(kept) for n in inner))
 
 
 aten = torch.ops.aten

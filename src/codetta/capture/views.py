@@ -265,4 +265,4 @@ VIEWS: dict[Any, Rule] = {
 
 # Operators that move no data.
 _COPIES = (aten.cat.default, aten.concat.default, aten.stack.default, aten.clone.default)
-FREE = frozenset(VIEWS) - {*_COPIES, aten.glu.default, aten.dropout.default}
+FREE = frozenset({aten.detach.default, *VIEWS}) - {*_COPIES, aten.glu.default, aten.dropout.default}

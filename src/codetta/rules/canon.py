@@ -179,7 +179,7 @@ def cast_of_cast(n: Node) -> Node | None:
     return None
 
 
-@rule("part(round x) = round part(x)", lambda: node(ops.PART, narrow(x_tile()), attrs=(halves(2), 1)))
+@rule("part(round x) = round part(x)", lambda: node(ops.PART, narrow(neg(x_tile())), attrs=(halves(2), 1)))
 def cast_after_columns(n: Node) -> Node | None:
     """Taking columns commutes with a cast, which moves to the store."""
     if n.op in (ops.PART, ops.TURN) and n.args[0].op is ops.CAST:
@@ -203,7 +203,9 @@ def x_tile_static() -> Node:
     return node(ops.MATMUL, x_tile("a", 6), x_tile("b", 4), attrs=("tn",))
 
 
-@rule("join(round a, round b) = round join(a, b)", lambda: join(halves(), narrow(x_tile()), narrow(x_tile("y"))))
+@rule(
+    "join(round a, round b) = round join(a, b)", lambda: join(halves(), narrow(neg(x_tile())), narrow(neg(x_tile("y"))))
+)
 def cast_after_join(n: Node) -> Node | None:
     """As for parts; numbers need no cast."""
     if n.op is not ops.JOIN:

@@ -28,7 +28,7 @@ def join_outermost(n: Node) -> Node | None:
         return None
     if row_scaled(n) is not None:  # a row scale stays outside of the join, see scale.py
         return None
-    found = next((a for a in n.args if a.op is ops.JOIN and a.type.cols == n.type.cols), None)
+    found = next((a for a in n.args if a.op is ops.JOIN and a.type.kind is n.type.kind), None)
     if found is None or not isinstance(split := found.attrs[0], Split):
         return None
     if any(a.type.kind is Kind.GROUPVEC for a in n.args):

@@ -1,0 +1,266 @@
+"""Every rule keeps value, type and gradients in exact arithmetic; so does the pipeline, on the rules' own examples and
+on random graphs. Oracle: plain PyTorch in float64, see mirror."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphs
+import mirror
+from codetta.core.node import Node, postorder, substitute
+from codetta.core.rewrite import Fired, Rule
+from codetta.core.types import DType, Kind, Type, bf16, f16, f32, f64, rowvec, table, tile
+from codetta.ir import ops
+from codetta.ir.build import add, apply, cast, input_, join, matmul, mul, neg, part, parts, reduce, sub, sum_row, where
+from codetta.ir.graph import Graph
+from codetta.ir.split import ADJACENT, columns, halves
+from codetta.rules.pipeline import ALL, FORWARD, LOCAL, reparameterise
+from codetta.rules.siblings import merge_siblings
+from graphs import layer_norm, rms_norm
+
+ROWS = 5
+
+
+def graph_of(*roots: Node) -> Graph:
+    leaves = tuple(n for n in postorder(roots) if n.op is ops.INPUT)
+    return Graph(leaves, tuple((f"y{i}", r) for i, r in enumerate(roots)))
+
+
+def expect_same(before: Graph, after: Graph, tolerance: float = 1e-12, seed: int = 0) -> None:
+    """Equal outputs, types and gradients."""
+    assert [(key, n.type) for key, n in after.outputs] == [(key, n.type) for key, n in before.outputs]
+    feed = mirror.random_feed(before, ROWS, seed)
+    want, got = mirror.outputs(before, feed, ROWS), mirror.outputs(after, feed, ROWS)
+    cotangents = mirror.random_cotangents(want)
+    wrt = [n for n, t in feed.items() if t.requires_grad]
+    expected, found = (mirror.gradients(out, feed, cotangents, wrt) for out in (want, got))
+    for key, w in want.items():
+        torch.testing.assert_close(got[key], w, rtol=tolerance, atol=tolerance * (1 + w.abs().max().item()))
+    for key, e in expected.items():
+        g = found[key]
+        if e is None or g is None:
+            assert (e if g is None else g) is None or not (e if g is None else g).any(), key
+        else:
+            torch.testing.assert_close(g, e, rtol=tolerance, atol=tolerance * (1 + e.abs().max().item()))
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda r: r.law)
+def test_a_rule_fires_and_keeps_value_and_gradients(rule: Rule):
+    before = rule.example()
+    places = [n for n in postorder([before]) if rule.apply(n) not in (None, n)]
+    assert places, "it does not fire on its own example"
+    after = rule.apply(places[-1])
+    assert after is not None
+    assert after.type == places[-1].type
+    (root,) = substitute([before], {places[-1]: after})
+    expect_same(graph_of(before), Graph(graph_of(before).inputs, (("y0", root),)))
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda r: r.law)
+def test_the_pipeline_keeps_value_and_gradients_of_a_rules_example(rule: Rule):
+    before = graph_of(rule.example())
+    record: list[Fired] = []
+    expect_same(before, reparameterise(before, frozen_gains=True, record=record))
+    assert record, "nothing fired"
+
+
+def test_laws_and_names_are_told_apart():
+    assert len({r.law for r in ALL}) == len({r.name for r in ALL}) == len(ALL)
+    assert set(map(id, LOCAL)) < set(map(id, FORWARD)) < set(map(id, ALL))
+
+
+# --- random graphs --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_random_graphs_keep_value_and_gradients(random: Random):
+    before = graphs.draw(random, graphs.NORMS, most=8)
+    expect_same(before, reparameterise(before), tolerance=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_random_graphs_with_frozen_gains_keep_their_value(random: Random):
+    before = graphs.draw(random, graphs.NORMS, most=8)
+    expect_same(before, reparameterise(before, frozen_gains=True), tolerance=1e-9)
+
+
+# --- what moves, and what must not ----------------------------------------------------------------------------------
+
+
+def norm_then_gemm(dtype: DType) -> Graph:
+    x, g = input_("x", tile(12, dtype)), input_("g", rowvec(12, dtype))
+    return graph_of(matmul(rms_norm(x, g), input_("w", tile(12, dtype, rows=8))))
+
+
+def operand(graph: Graph) -> Node:
+    """What the only GEMM takes as its first operand, without its rounding."""
+    (gemm,) = graph.contractions
+    return gemm.args[0].args[0] if gemm.args[0].op is ops.CAST else gemm.args[0]
+
+
+@pytest.mark.parametrize("dtype", [f64, f32, bf16])
+def test_a_row_scale_moves_behind_the_gemm(dtype: DType):
+    moved = reparameterise(norm_then_gemm(dtype))
+    assert not any(n.op is ops.RSQRT for n in postorder(moved.contractions))
+    (root,) = moved.roots
+    assert root.op is ops.MUL
+    assert {a.type.kind for a in root.args} == {Kind.TILE, Kind.COLVEC}
+
+
+def test_a_row_scale_is_not_moved_through_a_float16_gemm():
+    """The product without the scale is stored; at a residual stream of 3e4 with a gain of 4 it overflows."""
+    stays = reparameterise(norm_then_gemm(f16))
+    assert any(n.op is ops.RSQRT for n in postorder(stays.contractions))
+    x = torch.full((3, 12), 3.0e4, dtype=torch.float64)
+    feed = {"x": x, "g": torch.full((12,), 4.0).double(), "w": torch.eye(8, 12).double()}
+    h = mirror.outputs(graph_of(operand(stays)), feed, 3)["y0"]
+    assert h.max() < torch.finfo(torch.float16).max
+    moved = reparameterise(norm_then_gemm(bf16))
+    assert mirror.outputs(graph_of(operand(moved)), feed, 3)["y0"].max() > torch.finfo(torch.float16).max
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_layer_norm_in_float16_is_not_taken_apart_either(dtype: DType):
+    x, w = input_("x", tile(12, dtype)), input_("w", tile(12, dtype, rows=8))
+    found = reparameterise(
+        graph_of(matmul(layer_norm(x, input_("g", rowvec(12, dtype)), input_("b", rowvec(12, dtype))), w))
+    )
+    assert any(n.op is ops.RSQRT for n in postorder(found.contractions)) is (dtype is f16)
+
+
+def test_the_gain_stays_in_the_producers_epilogue_unless_it_is_frozen():
+    before = norm_then_gemm(bf16)
+    x, g = input_("x", tile(12, bf16)), input_("g", rowvec(12, bf16))
+    assert operand(reparameterise(before)) in (mul(x, g), mul(g, x))
+    folded = reparameterise(before, frozen_gains=True)
+    assert operand(folded) is x
+    (gemm,) = folded.contractions
+    assert g in postorder([gemm.args[1]])
+
+
+def test_nothing_moves_past_what_is_not_linear():
+    x, w, v = input_("x", tile(12)), input_("w", tile(12, rows=12)), input_("v", tile(12, rows=8))
+    r = apply(ops.RSQRT, sum_row(mul(x, x)))
+    curved = matmul(apply(ops.TANH, mul(matmul(x, w), r)), v)
+    moved = reparameterise(graph_of(curved))
+    tanh = next(n for n in moved.nodes if n.op is ops.TANH)
+    assert r in postorder([tanh])
+
+
+def test_siblings_become_one_gemm_over_stacked_weights():
+    x = input_("x", tile(12))
+    weights = [input_(f"w{i}", tile(12, rows=n)) for i, n in enumerate((8, 4, 4))]
+    q, k, v = (matmul(x, w) for w in weights)
+    before = graph_of(apply(ops.TANH, q), k, mul(v, k))
+    merged = merge_siblings(before)
+    assert len(merged.contractions) == 1
+    assert merged.contractions[0].args[1].args == tuple(weights)
+    expect_same(before, merged)
+
+
+def test_siblings_share_one_sum_with_their_biases_if_each_has_one():
+    x = input_("x", tile(12))
+    a, b = (add(matmul(x, input_(f"w{i}", tile(12, rows=n))), input_(f"b{i}", rowvec(n))) for i, n in enumerate((8, 4)))
+    before = graph_of(a, apply(ops.TANH, b))
+    merged = merge_siblings(before)
+    (gemm,) = merged.contractions
+    assert [n for n in merged.nodes if gemm in n.args] == [n for n in merged.nodes if n.op is ops.ADD]
+    expect_same(before, merged)
+
+
+def test_no_siblings_where_a_weight_is_computed_or_the_operand_differs():
+    x, y, w = input_("x", tile(12)), input_("y", tile(12)), input_("w", tile(12, rows=8))
+    assert len(merge_siblings(graph_of(matmul(x, w), matmul(y, w))).contractions) == 2
+    assert len(merge_siblings(graph_of(matmul(x, w), matmul(x, mul(w, 2.0)))).contractions) == 2
+
+
+# --- lanes of tables: a table may be wider or narrower than the groups that are split ------------------------------
+
+
+@pytest.mark.parametrize("inside", [2, 4, 6, 12, 24])
+@pytest.mark.parametrize("how", [halves(1), halves(2), halves(4), ADJACENT, columns(4, 20), columns(2, 4, groups=4)])
+@pytest.mark.parametrize("order", [0, 1])
+def test_lanes_of_products_with_tables(inside: int, how, order: int):
+    x, cos = input_("x", tile(24, f64)), input_("cos", table(inside, f64))
+    taken = parts(x, how)
+    made = join(how, apply(ops.TANH, taken[0]), *taken[1:])
+    scaled = mul(made, cos) if order == 0 else mul(cos, made)
+    before = graph_of(scaled, part(add(x, mul(x, cos)), how, 1))
+    expect_same(before, reparameterise(before))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("how", [halves(2), halves(4), ADJACENT, columns(4, 20)])
+def test_lanes_of_products_with_group_vectors(groups: int, how):
+    x, cos = input_("x", tile(24, f64)), input_("cos", table(6, f64))
+    v = reduce(x, "sum", Kind.GROUPVEC, groups)
+    before = graph_of(part(mul(mul(x, v), cos), how, 0), join(how, *(mul(p, 2.0) for p in parts(mul(x, v), how))))
+    expect_same(before, reparameterise(before))
+
+
+@pytest.mark.parametrize("op", [ops.ADD, ops.SUB, ops.MAXIMUM, ops.MUL])
+@pytest.mark.parametrize("other", [rowvec(12, f64), Type(Kind.COLVEC, f64, tile(1).rows, None), table(6, f64)])
+def test_a_map_with_a_part_that_is_zero(op, other: Type):
+    """The lane of the zero is as wide as its part, whatever the other operand is."""
+    x = input_("x", tile(6, f64))
+    before = graph_of(apply(op, join(halves(), apply(ops.TANH, x), 0.0), input_("v", other)))
+    expect_same(before, reparameterise(before))
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_types_survive_mixed_dtypes(dtype: DType):
+    """Signs, parts and joins of values that are rounded, or are the number zero."""
+    x = input_("x", tile(12, dtype))
+    zero = join(halves(), cast(apply(ops.TANH, x), dtype), 0.0)
+    before = graph_of(
+        neg(neg(x)), part(zero, halves(), 1), part(zero, halves(), 0), where(apply(ops.GT, x, 0.0), x, 0.0)
+    )
+    expect_same(before, reparameterise(before))
+
+
+def test_comparisons_see_what_was_rounded():
+    """A largest element must be found again by equality."""
+    y = cast(apply(ops.TANH, input_("x", tile(12, bf16))), bf16)
+    hit = apply(ops.EQ, y, reduce(y, "max", Kind.COLVEC))
+    (root,) = reparameterise(graph_of(where(hit, 1.0, 0.0))).roots
+    assert root.args[0] is hit
+
+
+# --- statistics -----------------------------------------------------------------------------------------------------
+
+
+def test_the_variance_of_a_gemms_output_is_taken_in_one_pass_and_of_anything_else_in_two():
+    """One pass loses digits where the mean is large, so it is for the epilogue, which has no second."""
+    x, w = input_("x", tile(12)), input_("w", tile(12, rows=12))
+
+    def centred(h: Node) -> bool:
+        found = reparameterise(graph_of(layer_norm(h, None, None)))
+        squares = [n.args[0] for n in found.nodes if n.op is ops.REDUCE and n.args[0].op is ops.MUL]
+        return any(s.args[0].op is ops.SUB for s in squares)
+
+    assert centred(apply(ops.TANH, x))
+    assert not centred(apply(ops.TANH, matmul(x, w)))
+
+
+def test_layer_norm_goes_through_a_gemm_as_a_rank_one_correction():
+    x, w = input_("x", tile(12, f64)), input_("w", tile(12, f64, rows=8))
+    g, b = input_("g", rowvec(12, f64)), input_("b", rowvec(12, f64))
+    first = matmul(x, input_("v", tile(12, f64, rows=12)))
+    before = graph_of(matmul(layer_norm(first, g, b), w))
+    moved = reparameterise(before)
+    (gemm,) = (n for n in moved.contractions if n.args[1] is w)
+    assert gemm.args[0] in (mul(first, g), mul(g, first))
+    expect_same(before, moved, tolerance=1e-11)
+
+
+def test_subtraction_of_a_tile_is_no_shift():
+    x, y, w = input_("x", tile(12, f64)), input_("y", tile(12, f64)), input_("w", tile(12, f64, rows=8))
+    before = graph_of(matmul(sub(x, y), w))
+    assert reparameterise(before).roots == before.roots
