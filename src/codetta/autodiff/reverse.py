@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping
 from codetta.autodiff.inner import inner_product
 from codetta.autodiff.vjp import VJP
 from codetta.core.node import Node, postorder
-from codetta.core.types import AXES, Kind
+from codetta.core.types import Kind
 from codetta.ir import ops
 from codetta.ir.build import add, apply, cast, expand, mul
 from codetta.ir.graph import Graph
-
-POSITIVE = {ops.RSQRT, ops.EXP, ops.SIGMOID}
 
 
 def gradients(
@@ -88,5 +86,5 @@ class Reverse:
 
 
 def is_positive_row_scale(r: Node) -> bool:
-    """A number per row that is never zero, such as 1 / rms."""
-    return AXES[r.type.kind] == AXES[Kind.COLVEC] and r.op in POSITIVE
+    """A number per row that may be divided by, such as 1 / rms. An exponential may not: it underflows to zero."""
+    return r.type.kind is Kind.COLVEC and r.op is ops.RSQRT

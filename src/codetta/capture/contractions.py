@@ -135,6 +135,8 @@ def mean(v: Value, at: Sequence[int]) -> Value:
     count = product(a.size for d in gone for a in d)
     if atoms(gone, "row") or not isinstance(count, int) or count == 0:
         raise UnsupportedError("a mean over rows, whose number a segment does not know")
+    if count == 1:  # what a norm of it keeps is a sign, which cancels exactly where nothing is rounded in between
+        raise UnsupportedError("a mean over a single column")
     total = reduced(v, at, "sum")
     return Value(mul(total.node, 1.0 / count), total.dims)
 

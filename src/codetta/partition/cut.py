@@ -181,8 +181,8 @@ def _capacity(n: Node, stored: dict[Node, Node], again: set[Node]) -> int | None
     """What keeping ``n`` costs in bytes; None where it cannot be kept."""
     if n in again or (not n.args and n.op is not ops.INPUT):
         return None
-    if n.op is ops.PART:
-        return None  # the whole is kept
     if n.op is ops.INPUT or n in stored:
         return 1 + bytes_of(stored.get(n, n).type)
+    if n.op is ops.PART:
+        return None  # the whole is kept
     return 2 * bytes_of(n.type) * (2 if n.op is ops.MATMUL else 1)

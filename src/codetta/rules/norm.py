@@ -15,8 +15,8 @@ rule = NORM.rule
 
 
 def _operand(n: Node) -> tuple[Node, Node] | None:
-    """(x, w) of an "nt" GEMM whose x may be a rounded value; of which, see scale.row_scale_leaves_matmul."""
-    if n.op is not ops.MATMUL or n.attrs[0] != "nt" or n.args[0].type.dtype is f16 or n.args[0].type.cols == 1:
+    """(x, w) of an "nt" GEMM whose x may be a rounded value; not float16, see scale.row_scale_leaves_matmul."""
+    if n.op is not ops.MATMUL or n.attrs[0] != "nt" or n.args[0].type.dtype is f16:
         return None
     x, w = n.args
     return (x.args[0] if x.op is ops.CAST else x), w

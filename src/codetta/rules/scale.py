@@ -57,14 +57,13 @@ def row_scale_leaves_join(n: Node) -> Node | None:
 def row_scale_leaves_matmul(n: Node) -> Node | None:
     """Delay a row scale (RMSNorm's 1/rms) until the GEMM's epilogue.
 
-    Not for float16: the product without the scale is stored and may overflow where eager's does not. Not over a single
-    column: the norm's gradient is 0 there, which rounded products would only come near."""
+    Not for float16: the product without the scale is stored and may overflow where eager's does not."""
     if n.op is not ops.MATMUL or n.attrs[0] == "tn":
         return None
     x, w = n.args
     inner = x.args[0] if x.op is ops.CAST else x
     found = row_scaled(inner)
-    if found is None or x.type.dtype is f16 or x.type.cols == 1:
+    if found is None or x.type.dtype is f16:
         return None
     return mul(rebuilt(n, cast(found[0], x.type.dtype), w), found[1])
 
