@@ -1,6 +1,15 @@
-"""What all tests share: GPU tests are skipped where there is no GPU."""
+"""What all tests share: the verifier runs between all passes, GPU tests are skipped where there is no GPU."""
+
+from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _every_pass_is_verified() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CODETTA_VERIFY_IR", "1")
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from keyword import iskeyword
 
+from codetta import settings
 from codetta.core.node import Node, substitute
 from codetta.core.types import Kind, Type
 from codetta.errors import PlanError
@@ -27,6 +28,7 @@ from codetta.partition.assign import (
 )
 from codetta.partition.plan import Plan, Step, View, partial_outputs
 from codetta.partition.schedule import Schedule
+from codetta.partition.verify import verify_plan
 
 
 def make_plan(graph: Graph, epilogues: bool = True) -> Plan:
@@ -42,7 +44,10 @@ def make_plan(graph: Graph, epilogues: bool = True) -> Plan:
         outputs.append((name, View(names.buffer(Slot(stored)), rows)))
     partials = {b for s in steps for b, p in zip(s.stores, partial_outputs(s.program), strict=True) if p}
     inputs = tuple(str(n.attrs[0]) for n in graph.inputs)
-    return Plan(inputs, tuple(outputs), tuple(steps), names.types, frozenset(partials))
+    plan = Plan(inputs, tuple(outputs), tuple(steps), names.types, frozenset(partials))
+    if settings.verify_ir():
+        verify_plan(plan)
+    return plan
 
 
 def _step(d: Draft, names: _Names, schedule: Schedule) -> Step:
@@ -64,7 +69,8 @@ def _step(d: Draft, names: _Names, schedule: Schedule) -> Step:
     role: Role = "epilogue" if d.gemm is not None else "finalize" if d.is_finalize else "leftover"
     unique = tuple(dict.fromkeys(params.values()))
     program = Program(names.step(d), role, (*accumulator, *unique), outputs, gemm)
-    on_weights = role == "leftover" and all(isinstance(s.node.type.rows, int) for s in d.writes)
+    tiles = [n for n in d.reads if n.type.kind is Kind.TILE]
+    on_weights = role == "leftover" and bool(tiles) and all(isinstance(n.type.rows, int) for n in tiles)
     reason = _reason(d, schedule) if role == "leftover" and not on_weights else ""
     loads = tuple(dict.fromkeys(names.buffer(s) for s in d.reads.values()))
     return Step(program, a, b, loads, tuple(names.buffer(s) for s in d.writes), reason, on_weights)
