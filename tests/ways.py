@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from codetta.audit.models import Subject
+from codetta.audit.verify import check
 from codetta.capture.backend import CapturedGraph, recording
 from codetta.core.types import Type
 from codetta.partition.plan import Plan, Step
@@ -21,7 +25,7 @@ SEEDS = 5
 # In float32 what differs is the order in which a GEMM sums, which changes with the number of threads and the shapes of
 # its operands: of equally good orders, one had 1.9 times another's error. A term left out is off by 1e-3 at the least.
 # In float64, which the reference is too, only such orders differ.
-BARS = {torch.float32: Bar(units=8), torch.float64: Bar(units=4096)}
+BARS = {torch.float32: Bar(units=8, mean=1.1), torch.float64: Bar(units=4096, mean=math.inf)}
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,14 @@ def agree(
     prepare: Callable[[nn.Module, int], None] = fresh,
     seeds: int = SEEDS,
     gemms: int | None = None,
+    upstream: Sequence[Tensor] = (),
     **options: object,
 ) -> list[CapturedGraph]:
     """Compare all outputs and gradients with float64 and eager, and return what was captured.
 
-    ``wide`` is the module for float64, by default a copy; ``prepare`` gives the module the weights of a seed. The
-    forward plans must have ``gemms`` GEMMs, by default any: an empty capture would agree with everything."""
+    ``wide`` is the module for float64, by default a copy; ``prepare`` gives the module the weights of a seed;
+    ``upstream`` are the incoming gradients, by default random. The forward plans must have ``gemms`` GEMMs, by default
+    any: an empty capture would agree with everything."""
     ours = compiled(module, **options)
     errors: dict[str, list[Errors]] = {}
     with recording() as found, unwritten_memory_is_nan():
@@ -78,8 +84,8 @@ def agree(
             prepare(module, seed)
             inputs = list(draw(torch.Generator().manual_seed(seed)))
             oracle = copy.deepcopy(module).double() if wide is None else _as_wide(wide, module)
-            reference = run(oracle, [_double(x) for x in inputs], oracle, seed)
-            mine, eager = run(ours, inputs, module, seed), run(module, inputs, module, seed)
+            reference = run(oracle, [_double(x) for x in inputs], oracle, seed, upstream)
+            mine, eager = (run(f, inputs, module, seed, upstream) for f in (ours, module))
             for name, e in compare(mine, eager, reference).items():
                 errors.setdefault(name, []).append(e)
     pools = {name: pooled(es) for name, es in errors.items()}
@@ -90,15 +96,40 @@ def agree(
     return found
 
 
-def run(f: Callable[..., object], inputs: Sequence[Tensor], owner: nn.Module, seed: int) -> Run:
-    """Call, then differentiate all outputs against random cotangents, the same for every dtype."""
+def llama(layers: int = 2, dtype: torch.dtype = torch.float32, **changes: object) -> LlamaForCausalLM:
+    """An unmodified Llama of transformers in training mode, tiny, its gains and biases random."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"vocab_size": 128, "use_cache": False, "bos_token_id": None, "eos_token_id": None, **sizes, **changes}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **config)).train()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.uniform_(0.5, 1.5)
+    return model.to(dtype)
+
+
+def whole_model_agrees(model: nn.Module, batch: Mapping[str, object], seeds: int = 3, **options: object) -> None:
+    """Compare a model of somebody else's with its captured graph in float64 and with eager; mean over all tensors too."""
+    torch._dynamo.reset()
+    bar = BARS.get(next(model.parameters()).dtype, Bar())
+    found = check(Subject(type(model).__name__, model, dict(batch)), seeds=seeds, options=options, bar=bar)
+    assert found.tensors
+    assert not found.problems, "\n".join(found.problems)
+
+
+def run(
+    f: Callable[..., object], inputs: Sequence[Tensor], owner: nn.Module, seed: int, upstream: Sequence[Tensor] = ()
+) -> Run:
+    """Call, then differentiate all outputs against ``upstream`` or random gradients, the same for every dtype."""
     found = f(*inputs)
     outputs = [x for x in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(x, Tensor)]
     wanted = {name: p for name, p in owner.named_parameters() if p.requires_grad}
     wanted |= {f"input {i}": x for i, x in enumerate(inputs) if x.requires_grad}
     ends = [x for x in outputs if x.requires_grad]
     generator = torch.Generator().manual_seed(seed)
-    cotangents = [torch.randn(x.shape, generator=generator).bfloat16().to(x.dtype) for x in ends]
+    given = upstream or [torch.randn(x.shape, generator=generator).bfloat16() for x in ends]
+    cotangents = [g.to(x.dtype) for g, x in zip(given, ends, strict=True)]
     gradients: Sequence[Tensor | None] = [None] * len(wanted)
     if ends and wanted:
         gradients = torch.autograd.grad(ends, list(wanted.values()), cotangents, allow_unused=True)

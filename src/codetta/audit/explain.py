@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -129,9 +130,17 @@ def explain_graphs(graphs: Sequence[CapturedGraph], *, title: str, notes: Iterab
                 plans[key] = compiled.forward, compiled.backward(given)[0] if given else EMPTY
                 known[key, rows] = _halves(graph, i, compiled, given, rows)
             parts.append(Part(key, weight_layers(segment), rows, *known[key, rows]))
+    notes = [*notes, *attention_notes(graphs)]
     if not any(p.forward.gemms for p in parts):
         notes = [*notes, "nothing was understood: no segment contains a GEMM"]
     return Explanation(title, len(graphs), tuple(parts), tuple(opaque_calls(graphs)), plans, tuple(notes))
+
+
+def attention_notes(graphs: Iterable[CapturedGraph]) -> list[str]:
+    """What became of attention masks: a line for each outcome, and how often."""
+    lines = [line.partition(": ") for graph in graphs for line in graph.attention]
+    counts = Counter(outcome for _, _, outcome in lines)
+    return [f"attention x{count}: {outcome}" for outcome, count in counts.items()]
 
 
 def weight_layers(segment: Segment) -> tuple[str, ...]:

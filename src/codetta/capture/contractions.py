@@ -9,7 +9,8 @@ import torch
 
 from codetta.capture.align import Value
 from codetta.capture.layout import Atom, Dims, atoms, chain, product
-from codetta.capture.scope import Meaning, Scope, fake
+from codetta.capture.scope import Meaning, Scope
+from codetta.capture.sources import fake
 from codetta.core.node import Node
 from codetta.core.types import Kind
 from codetta.errors import UnsupportedError

@@ -12,7 +12,8 @@ from codetta.capture.align import Value, check
 from codetta.capture.aten import TABLE, activation_of, is_gemm, reason_for, translate
 from codetta.capture.inplace import PINNED
 from codetta.capture.layout import shape_of
-from codetta.capture.scope import Border, Meaning, OpaqueArgument, Pair, Scope, dtype_of
+from codetta.capture.scope import Border, Meaning, OpaqueArgument, Pair, Scope
+from codetta.capture.sources import dtype_of
 from codetta.core.node import Node
 from codetta.core.types import Kind
 from codetta.errors import CodettaError, UnsupportedError

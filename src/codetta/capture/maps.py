@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from codetta.capture.align import Value
-from codetta.capture.scope import CASTS, Meaning, Pair, Scope, fake
+from codetta.capture.scope import Meaning, Pair, Scope
+from codetta.capture.sources import CASTS, fake
 from codetta.core.node import Node, Op
 from codetta.core.types import boolean
 from codetta.errors import UnsupportedError

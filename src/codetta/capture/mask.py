@@ -4,11 +4,13 @@ transformers builds a mask tensor whenever it is traced, and repeats keys and va
 causal, the call becomes ``is_causal=True, enable_gqa=True`` on the keys and values themselves.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.fx.node import map_arg
@@ -173,7 +175,9 @@ def _replace(node: Node, plain: tuple[Node, Node] | None, causal: bool) -> str |
         kwargs["enable_gqa"] = True
     before: Tensor = node.meta["val"]
     live_args, live_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-    after = SDPA(*live_args, **live_kwargs)
+    # inside of the fake mode: on some devices (meta) the causal path makes the mask itself
+    with before.fake_mode if isinstance(before, FakeTensor) else nullcontext():
+        after = SDPA(*live_args, **live_kwargs)
     if not same_layout(before, after):
         return f"its result would have strides {tuple(after.stride())} instead of {tuple(before.stride())}"
     node.args, node.kwargs = args, kwargs

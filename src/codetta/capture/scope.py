@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import fx
 
-from codetta.backends.reference.evaluate import DTYPE_OF
-from codetta.capture.align import Shape, Value, align, form_of
-from codetta.capture.layout import Dims, Size, atoms, natural, reshape, shape_of, sizes
+from codetta.capture.align import Value, align, form_of
+from codetta.capture.layout import Dims, Size, atoms, natural, shape_of
+from codetta.capture.sources import before_casts, before_views, dtype_of, fake
 from codetta.core.node import Node
 from codetta.core.types import ROWS, DType, Kind, Type
 from codetta.errors import UnsupportedError
@@ -74,21 +74,6 @@ class Surroundings(Protocol):
         """The INPUT node of a border."""
 
 
-def fake(node: fx.Node) -> torch.Tensor:
-    """The fake tensor of an FX node."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        raise UnsupportedError(f"{node.name} is no tensor")
-    return value
-
-
-def dtype_of(value: torch.Tensor) -> DType:
-    """Our name of a tensor's dtype."""
-    if value.dtype not in DTYPE_OF:
-        raise UnsupportedError(f"tensors of {value.dtype} stay with PyTorch")
-    return DTYPE_OF[value.dtype]
-
-
 @dataclass(slots=True)
 class Scope:
     """One operator in translation; a rule that makes it a GEMM sets ``contracts``."""
@@ -130,30 +115,34 @@ class Scope:
     def combine(self, fn: Callable[..., Node], *operands: Any) -> Value:
         """``fn`` of the operands' nodes: values, FX nodes, tensors from outside and numbers, broadcast as ATen does."""
         found = [self._operand(x) for x in operands]
-        newcomers = [x for x in found if isinstance(x, Outside)]
-        if any(isinstance(x, Value) and x.node.type.cols not in (None, 1) for x in found):
-            found = [_per_row(x) for x in found]
-        known = [x for x in found if isinstance(x, Value)]
-        if not known and not newcomers:
+        if not any(isinstance(x, (Value, Outside)) for x in found):
             raise UnsupportedError("no operand is a tensor")
-        aligned = align(known, [shape_of(fake(x.source)) for x in newcomers])
+        try:
+            return self._broadcast(fn, found)
+        except UnsupportedError:
+            narrow = [_per_row(x) for x in found]
+            if narrow == found:
+                raise
+            return self._broadcast(fn, narrow)
+
+    def _broadcast(self, fn: Callable[..., Node], operands: Sequence[Value | Outside | float]) -> Value:
+        known = [x for x in operands if isinstance(x, Value)]
+        aligned = align(known, [shape_of(fake(x.source)) for x in operands if isinstance(x, Outside)])
         forms = iter(aligned.newcomers)
         nodes: list[Operand] = []
-        for x in found:
-            if isinstance(x, Value):
-                nodes.append(x.node)
-            elif isinstance(x, Outside):
+        for x in operands:
+            if isinstance(x, Outside):
                 form = next(forms)
                 nodes.append(self._enter(x, form.kind, form.cols, form.dims))
             else:
-                nodes.append(as_node(x))
-        return Value(fn(*nodes), aligned.dims)
+                nodes.append(x.node if isinstance(x, Value) else x)
+        return Value(fn(*(as_node(n) for n in nodes)), aligned.dims)
 
     def weight(self, arg: Any) -> tuple[Node, bool]:
         """The (rows, columns) matrix behind an argument, and whether the argument is its transpose."""
         if not isinstance(arg, fx.Node) or self.lookup(arg) is not None:
             raise UnsupportedError(f"the matrix {arg} is computed in the same segment")
-        source, casts, flipped = _behind(arg, self.around.understood)
+        source, casts, flipped = before_casts(arg, self.around.understood)
         if fake(source).dim() != 2:
             raise UnsupportedError(f"{source.name} is no matrix")
         rows, cols = shape_of(fake(source))
@@ -187,7 +176,7 @@ class Scope:
         value = fake(outside.source)
         dtype = dtype_of(torch.empty((), dtype=value.dtype.to_real())) if outside.lane else dtype_of(value)
         type_ = Type(kind, dtype, ROWS if atoms(dims, "row") else None, cols)
-        source, dims = _before_views(outside.source, dims, self.around.understood)
+        source, dims = before_views(outside.source, dims, self.around.understood)
         return self.around.enter(Border(source, type_, dims, outside.lane))
 
 
@@ -202,78 +191,3 @@ def _per_row(x: T) -> T | Value:
     if not isinstance(x, Value) or x.node.type.kind is not Kind.TILE or x.node.type.cols != 1:
         return x
     return Value(sum_row(x.node), tuple(tuple(a for a in d if a.axis == "row") for d in x.dims))
-
-
-def _before_views(source: fx.Node, dims: Dims, understood: Callable[[fx.Node], bool]) -> tuple[fx.Node, Dims]:
-    """The tensor of which ``source`` is a view in another shape, and how that tensor's dimensions lie.
-
-    Each layer makes its own view of the same cosines and sines; behind the views they are one tensor."""
-    while source.target in SAME_ORDER and isinstance(inner := source.args[0], fx.Node) and not understood(inner):
-        found = _seen_as(dims, shape_of(fake(source)), shape_of(fake(inner)))
-        if found is None:
-            break
-        source, dims = inner, found
-    return source, dims
-
-
-def _seen_as(dims: Dims, shape: Shape, inner: Shape) -> Dims | None:
-    """The dimensions of a tensor of shape ``inner`` whose view of another shape lies as ``dims``, some repeated."""
-    if sizes(dims) == shape:
-        try:
-            return reshape(dims, inner)
-        except UnsupportedError:
-            return None
-    if [n for n in shape if n != 1] != [n for n in inner if n != 1]:
-        return None
-    padded = (1,) * (len(dims) - len(shape)) + shape
-    repeated = [d for d, n in zip(dims, padded, strict=True) if d and n == 1]
-    kept = iter([d for d, n in zip(dims, padded, strict=True) if n != 1])
-    return (*repeated, *(() if n == 1 else next(kept) for n in inner))
-
-
-aten = torch.ops.aten
-
-# Operators that keep the elements and their order. ``expand`` is among them for the shape that is there already; a real
-# repetition has more elements.
-SAME_ORDER = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.view_as.default,
-    aten.reshape_as.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.expand_as.default,
-)
-CASTS = (
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-    aten._to_copy.default,
-    aten.type_as.default,
-)
-_FLIPS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default, aten.mT.default)
-
-
-def _behind(arg: fx.Node, understood: Callable[[fx.Node], bool]) -> tuple[fx.Node, Sequence[DType], bool]:
-    """The tensor that an argument casts or transposes, the casts in the order they are done, and if it is turned."""
-    casts: list[DType] = []
-    flipped = False
-    while arg.op == "call_function" and isinstance(inner := arg.args[0] if arg.args else None, fx.Node):
-        value = inner.meta.get("val")
-        if understood(inner) or not isinstance(value, torch.Tensor) or value.device != fake(arg).device:
-            break
-        if arg.target in CASTS and fake(arg).is_floating_point() and fake(inner).is_floating_point():
-            casts.append(dtype_of(fake(arg)))
-        elif arg.target in _FLIPS and fake(arg).dim() == 2 and arg.args[1:] not in (([0, 1],), ([-2, -1],)):
-            flipped = not flipped
-        else:
-            break
-        arg = inner
-    return arg, casts[::-1], flipped

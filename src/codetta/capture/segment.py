@@ -56,11 +56,13 @@ class OpaqueCall:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """The segments in an order in which they can run, the rest, and which segment's output each understood node is."""
+    """The segments in an order in which they can run, the rest, which segment's output each understood node is, and
+    the nodes whose values must exist outside of segments."""
 
     segments: list[Segment]
     opaque: list[OpaqueCall]
     place: dict[fx.Node, tuple[int, int]]
+    needed: frozenset[fx.Node]
     growth: Growth
 
 
@@ -96,7 +98,7 @@ def cut(gm: GraphModule) -> Capture:
         for n in left
         if is_tensor(n) and n.target not in FREE
     ]
-    return Capture(segments, opaque, place, growth)
+    return Capture(segments, opaque, place, frozenset(needed), growth)
 
 
 def _value(growth: Growth, n: fx.Node) -> Value:

@@ -39,7 +39,7 @@ def splice(gm: GraphModule, capture: Capture, register: Register) -> GraphModule
         if node.op == "placeholder":
             state.copy(node)
     for node in gm.graph.nodes:
-        if node.op not in ("placeholder", "output") and node not in capture.growth.meaning:
+        if node in capture.needed and node.op != "output" and node not in capture.growth.meaning:
             state.node(node)
     output = gm.graph.output_node()
     state.graph.output(fx.map_arg(output.args[0], state.node))

@@ -21,7 +21,8 @@ from codetta.capture.layout import (
     resized,
     shape_of,
 )
-from codetta.capture.scope import SAME_ORDER, Meaning, OpaqueArgument, Pair, Scope, fake
+from codetta.capture.scope import Meaning, OpaqueArgument, Pair, Scope
+from codetta.capture.sources import SAME_ORDER, fake
 from codetta.errors import UnsupportedError
 from codetta.ir import ops
 from codetta.ir.build import apply, join, mul, part

@@ -83,8 +83,10 @@ def _reason(d: Draft, schedule: Schedule) -> str:
             return schedule.left[n]
     if d.time[0] == 0:
         reads = (s.node for s in d.reads.values() if s.node.op is ops.INPUT and s.node.type.kind is Kind.TILE)
-        sources = sorted({str(n.attrs[0]) for n in reads})
-        return f"no GEMM here produces {', '.join(sources) or 'its operands'}: what comes from outside is read once"
+        names = sorted({str(n.attrs[0]) for n in reads})
+        gradients = [n for n in names if n.startswith("d_")]
+        given = ", ".join(gradients or names) or "its operands"
+        return f"no GEMM here produces {given}: what comes from outside is read in one pass"
     gemm = schedule.order[d.time[0] - 1]
     needs = sorted({str(n) for n in d.computed if schedule.time[n] == d.time and n.type.kind is not Kind.TILE})
     what = f"needs {needs[0]}, " if needs else "needs "

@@ -11,7 +11,10 @@ from codetta.ir.split import columns
 
 
 def merge_siblings(graph: Graph) -> Graph:
-    """x w1', x w2' = columns of x [w1; w2]'. Siblings share the operand and its form; none depends on another."""
+    """x w1', x w2' = columns of x [w1; w2]'. Siblings share the operand, its form, and whoever takes them up.
+
+    Where one goes to another GEMM than its sibling does (a parallel block's fc1, next to q, k and v), their gradients
+    come from different places, and to join them before the GEMM's own gradient would cost a pass."""
     while (group := _siblings(graph)) is not None:
         x = group[0].args[0]
         weights = [n.args[1] for n in group]
@@ -35,7 +38,31 @@ def _siblings(graph: Graph) -> list[Node] | None:
         w = n.args[1]
         if n.attrs[0] == "nt" and isinstance(w.type.rows, int) and n.type.kind is Kind.TILE and _is_weight(w):
             groups.setdefault((n.args[0], w.type.dtype), []).append(n)
-    return next((g for g in groups.values() if len(g) > 1), None)
+    after, outside = users(graph.roots), set(graph.roots)
+    for group in (g for g in groups.values() if len(g) > 1):
+        alike: dict[frozenset[Node | None], list[Node]] = {}
+        for n in group:
+            alike.setdefault(_takers(n, after, outside), []).append(n)
+        if (found := next((g for g in alike.values() if len(g) > 1), None)) is not None:
+            return found
+    return None
+
+
+def _takers(n: Node, after: dict[Node, list[Node]], outside: set[Node]) -> frozenset[Node | None]:
+    """The GEMMs that take up what is made of ``n``; None is among them if it leaves the graph."""
+    found: set[Node | None] = set()
+    seen, stack = {n}, [n]
+    while stack:
+        m = stack.pop()
+        if m in outside:
+            found.add(None)
+        for u in after[m]:
+            if u.op is ops.MATMUL:
+                found.add(u)
+            elif u not in seen:
+                seen.add(u)
+                stack.append(u)
+    return frozenset(found)
 
 
 def _biases(graph: Graph, group: list[Node]) -> list[tuple[Node, Node]] | None:

@@ -45,8 +45,8 @@ def compile_body(program: Program) -> Body:
     code: list[Instruction] = []
     in_parts = {n for (_, n), p in zip(program.outputs, partial_outputs(program), strict=True) if p}
     order = [n for n in postorder(n for _, n in program.outputs) if n not in slot]
-    last = {a: n for n in order for a in n.args}
-    kept = {n for _, n in program.outputs}
+    last = {m: n for n in order for a in n.args for m in in_memory_of(a)}
+    kept = {m for _, n in program.outputs for m in in_memory_of(n)}
     for n in order:
         slot[n] = len(slot)
         args = [slot[a] for a in n.args]
@@ -65,8 +65,13 @@ IN_PLACE: dict[Op, Callable[[Tensor, Value], Tensor]] = {
     ops.SUB: lambda a, b: a.sub_(b),
     ops.MUL: lambda a, b: a.mul_(b),
 }
-VIEWS = {ops.PART, ops.EXPAND, ops.TURN, ops.TAKE_ROWS, ops.CAST, ops.JOIN}
+VIEWS = {ops.PART, ops.EXPAND, ops.TURN, ops.TAKE_ROWS, ops.CAST}
 FRESH = {*IN_PLACE, ops.DIV, ops.EXP, ops.SIGMOID, ops.SILU, ops.TANH, ops.NEG}
+
+
+def in_memory_of(n: Node) -> list[Node]:
+    """``n`` and the values in whose memory it may lie: what is written over one of them is written over it."""
+    return [n, *(m for a in n.args for m in in_memory_of(a))] if n.op in VIEWS else [n]
 
 
 def _is_fresh(n: Node) -> bool:

@@ -27,7 +27,7 @@ def in_tiles(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
 
 def partials(n: Node, x: Tensor) -> Tensor:
     """The parts of a reduction of a Tile: (M, column tiles) for a ColVec, (row tiles, N) for a RowVec, (M, blocks of
-    whole groups, inside) for a Table, (row tiles, column tiles) for a Scalar."""
+    whole groups times inside) for a Table, (row tiles, column tiles) for a Scalar."""
     x = x.to(TORCH[n.type.dtype])
     if n.op is ops.LSE:
         return torch.logsumexp(in_tiles(x, 1, TILE_N, -torch.inf), 2)
@@ -41,7 +41,7 @@ def partials(n: Node, x: Tensor) -> Tensor:
     if to is not Kind.TABLE or not isinstance(groups, int):
         raise PlanError(f"no partial form of {n}")
     grouped = in_groups(x, groups)
-    return _parts(str(fn), grouped, 1, max(TILE_N // max(grouped.shape[2], 1), 1))
+    return _parts(str(fn), grouped, 1, max(TILE_N // max(grouped.shape[2], 1), 1)).flatten(1)
 
 
 def _parts(fn: str, x: Tensor, dim: int, size: int) -> Tensor:
@@ -55,5 +55,7 @@ def fold(n: Node, parts: Tensor) -> Tensor:
     """The reduction from its parts, in a fixed order."""
     if n.op is ops.LSE:
         return torch.logsumexp(parts, 1)
+    if n.type.kind is Kind.TABLE and isinstance(n.type.cols, int):
+        parts = in_groups(parts, parts.shape[1] // n.type.cols)
     dim = {Kind.ROWVEC: (0,), Kind.SCALAR: (0, 1)}.get(n.type.kind, (1,))
     return parts.sum(dim) if n.attrs[0] == "sum" else parts.amax(dim)

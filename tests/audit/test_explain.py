@@ -1,0 +1,146 @@
+"""Explanations: exact counts, bytes beside their baselines, reasons, and the text."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from codetta.audit.explain import explain
+from codetta.audit.models import Request, find
+from codetta.errors import SettingsError
+
+GB = 1e9
+
+
+def explain_preset(name: str, **sizes):
+    subject = find(Request(name, **sizes), weights=False)
+    return explain(subject.model, title=subject.title, **subject.batch)
+
+
+@pytest.fixture(scope="module")
+def two_layers_of_8b():
+    return explain_preset("llama3-8b", layers=2)
+
+
+def test_totals_are_sums_over_segments(two_layers_of_8b):
+    found = two_layers_of_8b.to_json()
+    assert len(found["segments"]) == 3
+    for half in ("forward", "backward"):
+        total = found[half]
+        for key, value in total.items():
+            if isinstance(value, int) and key != "opaque":
+                assert value == sum(s[half][key] for s in found["segments"])
+        assert total["leftovers"] == len(total["leftover_reasons"])
+        assert all(total["leftover_reasons"])
+
+
+def test_bytes_of_a_layers_segment(two_layers_of_8b):
+    middle = two_layers_of_8b.parts[1]
+    assert middle.rows == 16_384
+    forward, backward = middle.forward, middle.backward
+    assert forward.bytes == pytest.approx(2.42 * GB, rel=0.01)
+    assert forward.bytes_boundary_fusion == pytest.approx(4.2 * GB, rel=0.03)
+    assert forward.bytes_eager == pytest.approx(11.1 * GB, rel=0.02)
+    assert backward.bytes == pytest.approx(3.9 * GB, rel=0.01)
+    assert backward.bytes_boundary_fusion == pytest.approx(4.7 * GB, rel=0.02)
+    assert backward.bytes_eager == pytest.approx(23.2 * GB, rel=0.02)
+
+
+def test_gemms_are_counted_in_flops(two_layers_of_8b):
+    rows, width, ffn, qkv, vocabulary = 16_384, 4096, 14_336, 6144, 128_256
+    layer = width * (width + 2 * ffn + ffn + qkv)
+    assert two_layers_of_8b.forward.flops == 2 * rows * (2 * layer + width * vocabulary)
+    assert two_layers_of_8b.backward.flops == 2 * two_layers_of_8b.forward.flops
+
+
+def test_the_least_time_is_less_where_less_is_moved(two_layers_of_8b):
+    for half in (two_layers_of_8b.forward, two_layers_of_8b.backward):
+        for times in half.seconds.values():
+            assert 0 < times["programs"] < times["boundary_fusion"] < times["eager"]
+
+
+def test_every_opaque_call_has_a_reason(two_layers_of_8b):
+    calls = two_layers_of_8b.opaque
+    names = {o.name for o in calls}
+    assert {"embedding", "scaled_dot_product_attention", "matmul", "cos", "sin"} <= names
+    assert all(o.reason for o in calls)
+    attention = next(o for o in calls if o.name == "scaled_dot_product_attention")
+    assert attention.count == attention.differentiable == 2
+    matmul = next(o for o in calls if o.name == "matmul")
+    assert (matmul.count, matmul.differentiable) == (1, 0)  # the RoPE table's, which is not ours
+
+
+def test_equal_layers_are_shown_once():
+    found = explain_preset("llama-tiny", layers=5)
+    assert len(found.plans) == 3
+    text = str(found)
+    assert "=== segment 1: model.layers.0 and model.layers.1, M = 512; segments 2-4, to model.layers.3" in text
+    assert text.count("def gate_proj_up_proj(") == 2  # the layer's, and the last one's
+
+
+def test_programs_are_printed_in_whole_lines(two_layers_of_8b):
+    text = str(two_layers_of_8b)
+    for plan in (p for plans in two_layers_of_8b.plans.values() for p in plans):
+        for step in plan.steps:
+            assert step.program.name in text
+    assert "@epilogue(gemm=" in text
+    assert "residual: Tile[M, 4096, bf16], x: Tile[M, 4096, bf16], o_proj_weight: Tile[4096, 4096, bf16]," in text
+
+
+def test_a_cache_that_is_returned_is_a_note():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).train()
+    ids = torch.ones(1, 8, dtype=torch.long)
+    advice = "use_cache = False"
+    assert any(advice in n for n in explain(model, {"input_ids": ids, "labels": ids}).notes)
+    assert not any(advice in n for n in explain(model, {"input_ids": ids, "labels": ids, "use_cache": False}).notes)
+
+
+def test_a_model_of_any_kind_and_a_tensor():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.b(torch.tanh(self.a(x)))
+
+    found = explain(Gated(), torch.randn(8, 16))
+    assert found.forward.gemms == 2
+    assert found.forward.leftovers == 0
+    assert found.parts[0].rows == 8
+    json.dumps(found.to_json())
+
+
+def test_nothing_understood_is_a_note():
+    found = explain(nn.ReLU(), torch.randn(8, 16))
+    assert found.forward.gemms == 0
+    assert any("nothing was understood" in n for n in found.notes)
+
+
+def test_without_gradients_there_is_no_backward():
+    model = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16)).requires_grad_(False)
+    found = explain(model, torch.randn(8, 16))
+    assert (found.forward.gemms, found.backward.gemms) == (2, 0)
+
+
+def test_options_reach_the_backend():
+    lean, fast = (explain_with_memory(memory) for memory in ("lean", "fast"))
+    assert lean.backward.bytes > fast.backward.bytes
+    with pytest.raises(SettingsError, match="option memory='huge'"):
+        raise_inner(lambda: explain_with_memory("huge"))
+
+
+def explain_with_memory(memory: str):
+    subject = find(Request("llama-tiny", layers=2), weights=False)
+    return explain(subject.model, options={"memory": memory}, **subject.batch)
+
+
+def raise_inner(call):
+    """Run, and raise what torch.compile wrapped."""
+    try:
+        call()
+    except Exception as error:
+        raise getattr(error, "inner_exception", error) from None
