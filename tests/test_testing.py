@@ -95,7 +95,9 @@ def test_a_scalar_is_one_draw_a_seed():
     pair = Errors(2e-6, 1e-6, torch.float32)
     assert BAR.why_not(pair)
     assert BAR.why_not(Errors(2e-6, 1e-6, torch.float32, is_scalar=True)) is None
-    assert BAR.why_not(Errors(4e-6, 1e-6, torch.float32, is_scalar=True))
+    wrong = Errors(4e-6, 1e-6, torch.float32, is_scalar=True)
+    assert BAR.why_not(wrong)
+    assert BAR.why_not_all([wrong]) is None
 
 
 def test_seeds_are_pooled_by_root_mean_square():

@@ -35,7 +35,8 @@ class Bar:
     geometric mean of the ratios at most ``mean``.
 
     A scalar's error is one draw a seed. Of two equally good losses over five seeds, one is off by more than 1.10 times
-    the other in two cases of five; by more than ``scalar_factor``, the 99th percentile, in one of a hundred."""
+    the other in two cases of five; by more than ``scalar_factor``, the 99th percentile, in one of a hundred. Scalars
+    are therefore left out of the mean."""
 
     factor: float = 1.10
     units: float = 0.5
@@ -56,7 +57,7 @@ class Bar:
 
     def why_not_all(self, errors: Iterable[Errors]) -> str | None:
         """The reason these tensors together miss the bar, or None if they clear it."""
-        found = geometric_mean(e.ratio for e in errors)
+        found = mean_ratio(errors)
         if found <= self.mean:
             return None
         return f"the geometric mean of ours over eager's is {found:.4g}: at most {self.mean:.4g} is allowed"
@@ -83,6 +84,11 @@ def relative_error(got: Tensor, reference: Tensor) -> float:
         return 0.0
     size = torch.where(reference.isfinite(), reference, 0.0).norm().item()
     return distance / size if math.isfinite(distance) and size > 0.0 else math.inf
+
+
+def mean_ratio(errors: Iterable[Errors]) -> float:
+    """The geometric mean of ours over eager's; scalars do not count."""
+    return geometric_mean(e.ratio for e in errors if not e.is_scalar)
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:

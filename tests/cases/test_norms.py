@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from ways import agree, compiled, counts, forward_plans, fresh, randn, run, saved_types, wide
 
 from codetta.capture.backend import recording
 from codetta.core.types import f32
 from codetta.ir.program import is_partial
 from codetta.testing import relative_error
+from ways import agree, compiled, counts, forward_plans, fresh, randn, run, saved_types, wide
 
 WIDTHS = [1, 7, 8, 17, 769, 1000, 1001, 3420, 3584, 5003]
 EPS = 1e-6

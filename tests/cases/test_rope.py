@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from ways import agree, backward_plans, compiled, counts, forward_plans, fresh, llama, whole_model_agrees, wide
 
 from codetta.capture.backend import recording
+from ways import agree, backward_plans, compiled, counts, forward_plans, fresh, llama, whole_model_agrees, wide
 
 PACKED = [0, 1, 2, 3, 0, 1, 0, 5, 9, 2]
 

@@ -29,7 +29,7 @@ from graphs import Draw, Step, rope_adjacent, rope_halves, width
 ROWS = 4
 
 
-# --- block-local epilogues: every step makes a Tile of Tiles at the same coordinates -------------------------------------
+# --- block-local epilogues: every step makes a Tile of Tiles at the same coordinates ----------------------------------
 
 
 def curve(d: Draw, x: Node) -> Node:

@@ -63,7 +63,8 @@ def _bars(axes: Any, bars: Bars) -> None:
     axes.set_xticks([0, 1], ["forward", "backward"])
     axes.set_title(bars.title, fontsize=10, color=INK, loc="left")
     axes.set_ylabel("GB moved outside of GEMM operands", color=INK)
-    axes.legend(frameon=False, loc="upper left")
+    axes.margins(y=0.12)
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
 
 
 def _figure() -> Any:

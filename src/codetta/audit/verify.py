@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from codetta.audit.models import Subject, as_batch
 from codetta.audit.runs import Step, compiled_step, eager_step, float64_step, many_compilations
 from codetta.errors import VerifyError
-from codetta.testing import Bar, Errors, geometric_mean, pooled, relative_error
+from codetta.testing import Bar, Errors, mean_ratio, pooled, relative_error
 
 SEEDS = 5
 IGNORED = -100
@@ -55,8 +55,8 @@ class Verification:
 
     @property
     def ratio(self) -> float:
-        """The geometric mean of ours over eager's, over all tensors."""
-        return geometric_mean(t.pooled.ratio for t in self.tensors)
+        """The geometric mean of ours over eager's, over all tensors but scalars."""
+        return mean_ratio(t.pooled for t in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""

@@ -150,7 +150,7 @@ def _device(example_inputs: Sequence[Any]) -> str:
     return "cuda" if "cuda" in kinds else next(iter(kinds - {"cpu"}), "cpu")
 
 
-def _inner(chosen: BackendOptions, device: str) -> Callable[[GraphModule, Sequence[Any]], Run]:
+def _inner(chosen: BackendOptions, device: str) -> Callable[[GraphModule, Any], Run]:
     """Who runs the graph around the segments."""
     name = chosen.inner if chosen.inner != "auto" else "inductor" if device == "cuda" else "eager"
     return lookup_backend(name)

@@ -69,6 +69,6 @@ class NoLogits(Tensor):
             hint="compile with options={'logits': 'auto'} to read them",
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # Tensor's is untyped
         """The one thing that does not raise: debuggers print."""
         return "<no logits: compiled with options={'logits': 'never'}>"

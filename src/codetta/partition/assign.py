@@ -61,13 +61,13 @@ def stored_root(n: Node) -> Node:
 def compared(nodes: Iterable[Node]) -> set[Node]:
     """Tiles that are compared with their own largest element: every step must see the same bits of them, so they are
     never made again nor rounded on the way (the derivative of a maximum)."""
-    found: set[Node] = set()
-    for a in (a for n in nodes if n.op is ops.EQ for a in n.args):
-        while a.op in (ops.ABS, ops.PART):  # nothing is lost in making these again
-            a = a.args[0]
-        if a.type.dtype.is_float and a.type.kind is Kind.TILE and a.op is not ops.INPUT:
-            found.add(a)
-    return found
+    both = (_source(a) for n in nodes if n.op is ops.EQ for a in n.args)
+    return {a for a in both if a.type.dtype.is_float and a.type.kind is Kind.TILE and a.op is not ops.INPUT}
+
+
+def _source(n: Node) -> Node:
+    """What ``n`` can be made of again without loss."""
+    return _source(n.args[0]) if n.op in (ops.ABS, ops.PART) else n
 
 
 def storage_dtypes(roots: Iterable[Node]) -> dict[Node, DType]:
@@ -182,10 +182,8 @@ class _Assign:
             return Slot(self.rounded.get(n, n))
         if n.type.kind is not Kind.TILE:
             return None if t == START else self.need(n)
-        if n in self.exact:
-            return self.need(n)
         # what a leftover would make is made here; of a value taken in parts, the whole is stored
-        if t[1] >= 2 or n.op is ops.PART or self._cheap(n, d):
+        if n not in self.exact and (t[1] >= 2 or n.op is ops.PART or self._cheap(n, d)):
             return None
         return self.need(n)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from keyword import iskeyword
 
 from codetta import settings

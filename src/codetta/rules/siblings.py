@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import combinations
+
 from codetta.core.node import Node, substitute, users
 from codetta.core.types import DType, Kind
-from codetta.ir import ops
+from codetta.ir import legal, ops
 from codetta.ir.build import add, join, matmul, part, stack
 from codetta.ir.graph import Graph
 from codetta.ir.split import columns
@@ -14,25 +17,50 @@ def merge_siblings(graph: Graph) -> Graph:
     """x w1', x w2' = columns of x [w1; w2]'. Siblings share the operand, its form, and whoever takes them up.
 
     Where one goes to another GEMM than its sibling does (a parallel block's fc1, next to q, k and v), their gradients
-    come from different places, and to join them before the GEMM's own gradient would cost a pass."""
-    while (group := _siblings(graph)) is not None:
-        x = group[0].args[0]
-        weights = [n.args[1] for n in group]
-        sizes = [w.type.rows for w in weights if isinstance(w.type.rows, int)]
-        whole = matmul(x, stack(*weights), "nt")
-        split = columns(*sizes)
-        biased = _biases(graph, group)
-        if biased is not None:
-            whole = add(whole, join(split, *(b for _, b in biased)))
-        replaced = [n for n, _ in biased] if biased is not None else group
-        mapping = {n: part(whole, split, i) for i, n in enumerate(replaced)}
-        roots = substitute(graph.roots, mapping)
-        graph = Graph(graph.inputs, tuple((name, r) for (name, _), r in zip(graph.outputs, roots, strict=True)))
+    come from different places, and to join them before the GEMM's own gradient would cost a pass. Where the epilogue
+    combines them, they must lie side by side: two of them can be a pair of lanes, three cannot."""
+    while (merged := next(_merged_once(graph), None)) is not None:
+        graph = merged
     return graph
 
 
-def _siblings(graph: Graph) -> list[Node] | None:
-    """The first group of at least two GEMMs on one operand, in order of first use."""
+def _merged_once(graph: Graph) -> Iterator[Graph]:
+    for group in _siblings(graph):
+        for chosen in (group, *combinations(group, 2)):
+            merged, whole = _merged(graph, list(chosen))
+            if _is_block_local(merged, whole):
+                yield merged
+
+
+def _merged(graph: Graph, group: list[Node]) -> tuple[Graph, Node]:
+    """The graph with the siblings of a group as one GEMM, and that GEMM."""
+    weights = [n.args[1] for n in group]
+    sizes = [w.type.rows for w in weights if isinstance(w.type.rows, int)]
+    gemm = whole = matmul(group[0].args[0], stack(*weights), "nt")
+    split = columns(*sizes)
+    biased = _biases(graph, group)
+    if biased is not None:
+        whole = add(whole, join(split, *(b for _, b in biased)))
+    replaced = [n for n, _ in biased] if biased is not None else group
+    mapping = {n: part(whole, split, i) for i, n in enumerate(replaced)}
+    roots = substitute(graph.roots, mapping)
+    return Graph(graph.inputs, tuple((name, r) for (name, _), r in zip(graph.outputs, roots, strict=True))), gemm
+
+
+def _is_block_local(graph: Graph, gemm: Node) -> bool:
+    """Whether no map of the GEMM's output, up to the next GEMM, combines columns of different tiles."""
+    homes: dict[Node, legal.Home] = {gemm: legal.ACC}
+    for n in graph.nodes:
+        if n.op is not ops.MATMUL and n.type.kind is Kind.TILE and any(a in homes for a in n.args):
+            try:
+                homes[n] = legal.home_of(n, [homes.get(a) for a in n.args])
+            except legal.CrossColumns:
+                return False
+    return True
+
+
+def _siblings(graph: Graph) -> Iterator[list[Node]]:
+    """Groups of at least two GEMMs on one operand that the same GEMMs take up, in order of first use."""
     groups: dict[tuple[Node, DType], list[Node]] = {}
     for n in graph.contractions:
         w = n.args[1]
@@ -43,9 +71,7 @@ def _siblings(graph: Graph) -> list[Node] | None:
         alike: dict[frozenset[Node | None], list[Node]] = {}
         for n in group:
             alike.setdefault(_takers(n, after, outside), []).append(n)
-        if (found := next((g for g in alike.values() if len(g) > 1), None)) is not None:
-            return found
-    return None
+        yield from (g for g in alike.values() if len(g) > 1)
 
 
 def _takers(n: Node, after: dict[Node, list[Node]], outside: set[Node]) -> frozenset[Node | None]:
