@@ -16,7 +16,11 @@ from codetta.backends.reference.evaluate import evaluate
 from codetta.capture.segment import Capture, cut
 from codetta.capture.splice import splice
 from codetta.ir.graph import Graph
+from codetta.runtime import registry
+from codetta.runtime.compile import Options
 from codetta.runtime.library import LIBRARY
+
+Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,33 @@ def cut_graph(gm: GraphModule) -> Cut:
 
 def cut_function(fn: Callable[..., Any], *inputs: Any) -> Cut:
     """A function traced at these inputs, cut and spliced."""
-    return cut_graph(make_fx(fn, pre_dispatch=True, tracing_mode="fake")(*inputs))
+    return cut_graph(traced(fn, *inputs))
+
+
+def traced(fn: Callable[..., Any], *inputs: Any) -> GraphModule:
+    """A function as a graph of ATen operators, each fake value saying whether it has a gradient."""
+    gm = make_fx(fn, pre_dispatch=True, tracing_mode="fake")(*inputs)
+    given = iter(inputs)
+    for n in gm.graph.nodes:
+        value = n.meta.get("val")
+        if n.op == "placeholder":
+            wanted = next(given).requires_grad
+        else:
+            wanted = n.target is not torch.ops.aten.detach.default and any(
+                _differentiable(a) for a in n.all_input_nodes
+            )
+        if isinstance(value, Tensor) and value.is_floating_point():
+            n.meta["val"] = value.detach().requires_grad_(wanted)
+    return gm
+
+
+def _differentiable(n: fx.Node) -> bool:
+    return any(t.requires_grad for t in tensors(n.meta.get("val")))
+
+
+def compiled(gm: GraphModule) -> GraphModule:
+    """A graph whose segments are compiled, and run as the plans that they were compiled to."""
+    return splice(gm, cut(gm), lambda graph, requires_grad: registry.register(graph, requires_grad, Options()))
 
 
 class _Evaluated(fx.Interpreter):
@@ -92,7 +122,12 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> list[Tensor |
 
 def assert_same(cut: Cut, *inputs: Any, rtol: float = 1e-11, atol: float = 1e-11) -> None:
     """The spliced graph's outputs and gradients are those of the graph that it came from."""
-    expected, found = tensors(cut.gm(*inputs)), tensors(cut.run(*inputs))
+    assert_equal(cut.run, cut.gm, inputs, rtol, atol)
+
+
+def assert_equal(run: Run, oracle: Run, inputs: Sequence[Any], rtol: float, atol: float) -> None:
+    """Two functions have the same outputs and gradients."""
+    expected, found = tensors(oracle(*inputs)), tensors(run(*inputs))
     assert len(expected) == len(found)
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
     for a, b in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):

@@ -15,12 +15,14 @@ from codetta.ir import ops
 from codetta.ir.build import cast, input_
 from codetta.ir.graph import Graph
 from codetta.partition.assign import compared, operands, storage_dtypes
+from codetta.partition.schedule import Time, schedule
 from codetta.partition.size import bytes_of
 
 # fast keeps every operand of a weight gradient; balanced makes those again that are wider than what their GEMM
 # produces (SwiGLU's y); lean makes all of them again that an epilogue of backward has at hand (the norm's h too)
 Memory = Literal["fast", "balanced", "lean"]
 MEMORY: tuple[Memory, ...] = ("fast", "balanced", "lean")
+_SUMS = (ops.REDUCE, ops.LSE, ops.SELECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,19 @@ def cut(
     again = set(again) - exact
     stored = _stored(forward, again, exact)
     needed = _needed(roots, late)
+    time = schedule([*forward.roots, *needed]).time
+    nodes = set(forward.nodes)
+    # a reduction that is new and no epilogue's is a pass over a Tile, which backward makes as well
+    had = {n for n in postorder(needed) if n.op in _SUMS and (n in nodes or time[n][1] < 2)}
     if only is None:
         # an operand of backward's GEMMs that forward stored: keeping it moves nothing
         free = {a for n in postorder(roots) if n in late and n.op is ops.MATMUL for a in n.args if a in stored}
-        chosen = _cheapest(needed, lambda n: 0 if n in free else _capacity(n, stored, again))
+        chosen = _cheapest(needed, had, lambda n: 0 if n in free else _capacity(n, stored, again, time))
         kept = _named(forward, chosen, stored, exact)
     else:
         kept = list(only)
         allowed = {n for k in kept for n in (k.node, k.stored)}
-        chosen = _cheapest(needed, lambda n: 0 if n in allowed or _is_held(n, inputs_held) else None)
+        chosen = _cheapest(needed, had, lambda n: 0 if n in allowed or _is_held(n, inputs_held) else None)
         kept = [k for k in kept if k.node in chosen or k.stored in chosen]
     mapping: dict[Node, Node] = {}
     for k in kept:
@@ -154,8 +160,9 @@ def _needed(roots: list[Node], late: set[Node]) -> list[Node]:
     return list(found)
 
 
-def _cheapest(needed: list[Node], capacity_of: Callable[[Node], int | None]) -> list[Node]:
-    """A minimum cut, by bytes written and read, between what cannot be computed again and what is needed.
+def _cheapest(needed: list[Node], had: set[Node], capacity_of: Callable[[Node], int | None]) -> list[Node]:
+    """A minimum cut, by bytes written and read, between what cannot be computed again (inputs, GEMMs, and the sums that
+    forward ``had``) and what is needed.
 
     Of equal cuts the one nearest to backward is taken, so a scaled value rather than the raw accumulator."""
     exact = compared(postorder(needed))
@@ -166,7 +173,7 @@ def _cheapest(needed: list[Node], capacity_of: Callable[[Node], int | None]) -> 
         flow.add_edge((n, "in"), (n, "out"), **({} if capacity is None else {"capacity": capacity}))
         for a in n.args:
             flow.add_edge((a, "out"), (n, "in"))
-        if n.op in (ops.INPUT, ops.MATMUL, ops.REDUCE, ops.LSE, ops.SELECT) or n in exact:
+        if n.op in (ops.INPUT, ops.MATMUL) or n in had or n in exact:
             flow.add_edge("have", (n, "in"))
     for n in needed:
         flow.add_edge((n, "out"), "need")
@@ -177,12 +184,13 @@ def _cheapest(needed: list[Node], capacity_of: Callable[[Node], int | None]) -> 
     return [n for n in postorder(needed) if (n, "out") in near and (n, "in") not in near]
 
 
-def _capacity(n: Node, stored: dict[Node, Node], again: set[Node]) -> int | None:
-    """What keeping ``n`` costs in bytes; None where it cannot be kept."""
+def _capacity(n: Node, stored: dict[Node, Node], again: set[Node], time: dict[Node, Time]) -> int | None:
+    """What keeping ``n`` costs in bytes; None where it cannot be kept. What only a leftover of forward could make is
+    read there once more."""
     if n in again or (not n.args and n.op is not ops.INPUT):
         return None
     if n.op is ops.INPUT or n in stored:
         return 1 + bytes_of(stored.get(n, n).type)
     if n.op is ops.PART:
         return None  # the whole is kept
-    return 2 * bytes_of(n.type) * (2 if n.op is ops.MATMUL else 1)
+    return 2 * bytes_of(n.type) * (2 if n.op is ops.MATMUL or time[n][1] >= 2 else 1)

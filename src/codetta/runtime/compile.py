@@ -40,6 +40,7 @@ class Segment:
         self.wrt = tuple(str(n.attrs[0]) for n in graph.inputs if str(n.attrs[0]) in wrt)
         self.options = options
         self._backward: dict[tuple[str, ...], tuple[Plan, Runnable]] = {}
+        self._reached: dict[tuple[str, ...], set[str]] = {}
 
     @cached_property
     def training(self) -> TrainingPlan:
@@ -90,9 +91,12 @@ class Segment:
         inputs = tuple(i for i, n in enumerate(self.graph.inputs) if str(n.attrs[0]) in needed)
         return inputs, tuple(i for i, name in enumerate(self.results) if name in held)
 
-    def reached(self, given: Collection[str]) -> set[str]:
+    def reached(self, given: tuple[str, ...]) -> set[str]:
         """The inputs on which these outputs depend: another input's gradient is None, not zero, as in PyTorch."""
-        return {str(n.attrs[0]) for n in postorder(dict(self.graph.outputs)[g] for g in given) if n.op is ops.INPUT}
+        if given not in self._reached:
+            roots = [n for name, n in self.graph.outputs if name in given]
+            self._reached[given] = {str(n.attrs[0]) for n in postorder(roots) if n.op is ops.INPUT}
+        return self._reached[given]
 
     @cached_property
     def row_input(self) -> int:
