@@ -262,3 +262,55 @@ def draw(
     if d.chance(15):
         chosen += vectors(d, d.tiles[-1])
     return Graph(tuple(d.inputs), tuple((f"y{i}", t) for i, t in enumerate(chosen)))
+
+
+# --- the segment of a Llama between two attentions ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Llama's: width, ffn, query and key/value heads, and the width of a head."""
+
+    d: int = 24
+    ffn: int = 36
+    heads: int = 4
+    kv_heads: int = 2
+    inside: int = 6
+
+
+def llama_segment(dtype: DType, sizes: Sizes = Sizes(), bias: bool = False, adjacent: bool = False) -> Graph:
+    """From attention's output y and the residual x to the next attention's q, k, v: o-projection, norm, SwiGLU, down
+    projection, norm, q, k, v and their rotation, each operator rounding as PyTorch's does."""
+    d, q, kv = sizes.d, sizes.heads * sizes.inside, sizes.kv_heads * sizes.inside
+    inputs = [input_("y", tile(q, dtype)), input_("x", tile(d, dtype))]
+
+    def leaf(key: str, type_: Type) -> Node:
+        inputs.append(input_(key, type_.of(dtype)))
+        return inputs[-1]
+
+    def linear(x: Node, key: str, out: int) -> Node:
+        z = matmul(x, leaf(f"w{key}", tile(width(x), rows=out)))
+        return cast(add(z, leaf(f"b{key}", rowvec(out))) if bias else z, dtype)
+
+    def rotated(x: Node, groups: int) -> Node:
+        turned = rope_adjacent(x, cos, sin) if adjacent else rope_halves(x, cos, sin, groups)
+        return cast(turned, dtype)
+
+    x1 = cast(add(inputs[1], linear(inputs[0], "o", d)), dtype)
+    h1 = rms_norm(x1, leaf("g1", rowvec(d)))
+    gate, up = linear(h1, "g", sizes.ffn), linear(h1, "u", sizes.ffn)
+    x2 = cast(add(x1, linear(cast(mul(apply(ops.SILU, gate), up), dtype), "d", d)), dtype)
+    h2 = rms_norm(x2, leaf("g2", rowvec(d)))
+    cos, sin = (leaf(key, table(sizes.inside // 2 if adjacent else sizes.inside)) for key in ("cos", "sin"))
+    outputs = {
+        "x2": x2,
+        "q": rotated(linear(h2, "q", q), sizes.heads),
+        "k": rotated(linear(h2, "k", kv), sizes.kv_heads),
+        "v": linear(h2, "v", kv),
+    }
+    return Graph(tuple(inputs), tuple(outputs.items()))
+
+
+def trained(graph: Graph) -> list[str]:
+    """The inputs of a segment that have gradients: all but the tables."""
+    return [str(n.attrs[0]) for n in graph.inputs if n.attrs[0] not in ("cos", "sin")]

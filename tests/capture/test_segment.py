@@ -123,9 +123,9 @@ def names(inputs: tuple[Any, ...]) -> list[str]:
 def test_llama_names_read_well(three_layers: Cut) -> None:
     first, inner, last = (three_layers.graph(i) for i in (0, 1, 3))
     assert three_layers.graph(2) == inner
-    assert names(first.inputs) == [
-        *("input_layernorm_weight", "x", "q_proj_weight", "cos", "sin", "k_proj_weight", "v_proj_weight")
-    ]
+    weights = ["input_layernorm_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    assert sorted(names(first.inputs)) == sorted([*weights, "x", "cos", "sin"])
+    assert [n for n in names(first.inputs) if n in weights] == weights  # as the model reads them
     assert [n for n, _ in first.outputs] == ["q_proj", "k_proj", "v_proj", "x"]
     assert [n for n, _ in inner.outputs] == ["down_proj", "q_proj", "k_proj", "v_proj"]
     assert [n for n, _ in last.outputs] == ["lm_head", "loss"]

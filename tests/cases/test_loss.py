@@ -131,7 +131,8 @@ def test_vocabulary_that_is_no_multiple_of_a_tile(vocabulary):
     assert bool((losses >= 0).all())
 
 
-def test_large_bias_over_several_tiles_of_the_vocabulary():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_large_bias_over_several_tiles_of_the_vocabulary(dtype):
     """C22: a bias of about 50, random, over eight tiles: the loss is not negative, and the bias's gradient is the sum
     of the logits' gradients over the tokens."""
 
@@ -148,9 +149,11 @@ def test_large_bias_over_several_tiles_of_the_vocabulary():
         with torch.no_grad():
             m.head.bias.mul_(50.0)
 
-    module = Biased()
-    found = agree(module, batch(vocabulary=1001), prepare=large, gemms=1)
+    module = Biased().to(dtype)
+    found = agree(module, batch(vocabulary=1001, dtype=dtype), prepare=large, gemms=1)
     assert counts(forward_plans(found)) == {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 0}
+    module = Biased()
+    large(module, 0)
     x, targets = batch(vocabulary=1001)(torch.Generator())
     loss = compiled(module)(x, targets)
     (gradient,) = torch.autograd.grad(loss, module.head.bias)

@@ -158,10 +158,32 @@ def test_siblings_become_one_gemm_over_stacked_weights():
     x = input_("x", tile(12))
     weights = [input_(f"w{i}", tile(12, rows=n)) for i, n in enumerate((8, 4, 4))]
     q, k, v = (matmul(x, w) for w in weights)
-    before = graph_of(apply(ops.TANH, q), k, mul(v, k))
+    before = graph_of(apply(ops.TANH, q), k, neg(v))
     merged = merge_siblings(before)
-    assert len(merged.contractions) == 1
-    assert merged.contractions[0].args[1].args == tuple(weights)
+    assert [n.args[1].args for n in merged.contractions] == [tuple(weights)]
+    expect_same(before, merged)
+
+
+def test_siblings_that_meet_in_a_map_must_lie_side_by_side():
+    """Two can be the lanes of a pair. Of three, some range would meet another, in another tile."""
+    x = input_("x", tile(12))
+    a, b, c = (matmul(x, input_(f"w{i}", tile(12, rows=8))) for i in range(3))
+    pair, three = graph_of(mul(a, b)), graph_of(mul(mul(a, b), c))
+    assert [len(merge_siblings(g).contractions) for g in (pair, three)] == [1, 2]
+    for before in (pair, three):
+        expect_same(before, merge_siblings(before))
+    unequal = add(part(a, columns(4, 4), 0), matmul(x, input_("narrow", tile(12, rows=4))))
+    assert len(merge_siblings(graph_of(unequal)).contractions) == 2
+
+
+def test_siblings_with_different_takers_stay_apart():
+    """A parallel block: q, k and v go to attention, fc1 to fc2. Their gradients come from different places."""
+    x = input_("x", tile(12))
+    q, k, fc1 = (matmul(x, input_(f"w{i}", tile(12, rows=12))) for i in range(3))
+    fc2 = matmul(apply(ops.GELU, fc1), input_("fc2", tile(12, rows=12)))
+    before = graph_of(q, k, add(x, fc2))
+    merged = merge_siblings(before)
+    assert len(merged.contractions) == 3
     expect_same(before, merged)
 
 

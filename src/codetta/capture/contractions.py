@@ -194,7 +194,7 @@ def _layer_norm(s: Scope, x: Any, shape: Sequence[int], weight: Any, bias: Any, 
 def _cross_entropy(s: Scope, x: Any, target: Any, weight: Any, reduction: int, ignore: int, smoothing: float) -> Value:
     if weight is not None or smoothing != 0 or fake(target).is_floating_point():
         raise UnsupportedError("a cross-entropy with class weights, label smoothing or target probabilities")
-    v = _rows_by_columns(s, x)
+    v = _as_stored(_rows_by_columns(s, x))
     if len(v.dims) != 2:
         raise UnsupportedError("a cross-entropy whose classes are not the last dimension")
     lse = Value(logsumexp_row(v.node), v.dims[:-1])
@@ -212,6 +212,14 @@ def _cross_entropy(s: Scope, x: Any, target: Any, weight: Any, reduction: int, i
         return Value(total, ())
     counted = s.combine(lambda _, index: where(apply(ops.NE, index, ignore), 1.0, 0.0), lse, target)
     return Value(_mean_of(total, sum_to(counted.node, Kind.SCALAR)), ())
+
+
+def _as_stored(v: Value) -> Value:
+    """A value before it was widened: the loss is of the logits as they are stored, rounded."""
+    n = v.node
+    while n.op is ops.CAST and n.args[0].type.dtype.is_float and n.args[0].type.dtype.bytes < n.type.dtype.bytes:
+        n = n.args[0]
+    return Value(n, v.dims)
 
 
 def _mean_of(total: Node, count: Node) -> Node:

@@ -199,7 +199,7 @@ def _segment(
     threads: dict[tuple[int, Node], tuple[int, int]],
 ) -> Segment:
     roots = list(part.outputs)
-    borders = {leaf: growth.borders[leaf] for leaf in part.inputs()}
+    borders = {leaf: growth.borders[leaf] for leaf in _as_read(growth, part)}
     names = input_names(roots, borders)
     renamed = {leaf: input_(name, leaf.type) for leaf, name in names.items()}
     outputs = zip(output_names(roots, names), substitute(roots, renamed), strict=True)
@@ -212,6 +212,15 @@ def _segment(
         layers=tuple(layers),
         region=_region(part),
     )
+
+
+def _as_read(growth: Growth, part: _Part) -> list[Node]:
+    """The INPUT nodes in the order in which the model reads them: q, k, v."""
+    first: dict[Border, int] = {}
+    for i, n in enumerate(part.members):
+        for border in growth.enters[n]:
+            first.setdefault(border, i)
+    return sorted(part.inputs(), key=lambda leaf: first.get(growth.borders[leaf], len(part.members)))
 
 
 def _raw(growth: Growth, border: Border, place: dict[fx.Node, tuple[int, int]]) -> tuple[int, int] | None:

@@ -16,8 +16,7 @@ from torch.fx import GraphModule
 from codetta.backends.reference.evaluate import TORCH
 from codetta.capture.align import Value
 from codetta.capture.grow import is_tensor, reads_size
-from codetta.capture.layout import Dims, Expr, Size, chain, dim_size, shape_of, size_of
-from codetta.capture.layout import sizes as sizes_of
+from codetta.capture.layout import Dims, Expr, Size, chain, dim_size, shape_of, size_of, sizes
 from codetta.capture.scope import Border
 from codetta.capture.segment import Capture, Segment
 from codetta.core.types import Sym, Type
@@ -65,6 +64,7 @@ class _Splice:
     calls: dict[int, list[fx.Node]] = field(default_factory=dict)
     entered: dict[Border, fx.Node] = field(default_factory=dict)
     known_sizes: dict[Size, Arg] = field(default_factory=dict)
+    sizes_of: dict[Size, tuple[fx.Node, int]] = field(default_factory=dict)
 
     # --- nodes of the old graph ---------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class _Splice:
             raise CaptureError(f"{old.name} leaves a segment and is not one tensor")
         inner = [*chain(value.dims, "row"), *chain(value.dims, "column")]
         outer = [a for d in value.dims for a in d]
-        shape = sizes_of(value.dims)
+        shape = sizes(value.dims)
         if inner != outer:
             raw = self.reshape(raw, [a.size for a in inner])
             raw = self.call(aten.permute.default, raw, [inner.index(a) for a in outer])
@@ -205,17 +205,22 @@ class _Splice:
         return node
 
     def size(self, size: Size) -> Arg:
-        """A size as a number, or as a node that computes it at run time."""
+        """A size as a number, or as a node that reads or computes it at run time."""
         if isinstance(size, int):
             return size
         if size not in self.known_sizes:
-            self.known_sizes[size] = self._computed(size)
+            self.known_sizes[size] = self._read(*self.sizes_of[size]) if size in self.sizes_of else self._computed(size)
         return self.known_sizes[size]
+
+    def _read(self, x: fx.Node, dim: int) -> fx.Node:
+        node = self.graph.call_function(aten.sym_size.int, (x, dim))
+        node.meta["val"] = x.meta["val"].shape[dim]
+        return node
 
     def _computed(self, size: Expr) -> Arg:
         combine = {"Mul": operator.mul, "Add": operator.add}.get(size.func.__name__)
         if combine is None or not all(a.is_integer for a in size.args):
-            raise CaptureError(f"the size {size} is no product or sum of sizes of the graph's inputs")
+            raise CaptureError(f"the size {size} is none of the graph's sizes, nor a product or a sum of them")
         parts = [self.size(int(a) if a.is_Integer else a) for a in size.args]
         found = parts[0]
         for p in parts[1:]:
@@ -225,16 +230,14 @@ class _Splice:
         return found
 
     def _note_sizes(self, new: fx.Node) -> None:
-        """Remember where a symbolic size can be read from."""
+        """Remember where symbolic sizes can be read from."""
         value = new.meta.get("val")
         if isinstance(value, torch.SymInt):
             self.known_sizes.setdefault(size_of(value), new)
-        elif new.op == "placeholder" and isinstance(value, Tensor):
+        elif isinstance(value, Tensor):
             for i, s in enumerate(shape_of(value)):
-                if not isinstance(s, int) and s not in self.known_sizes:
-                    node = self.graph.call_function(aten.sym_size.int, (new, i))
-                    node.meta["val"] = value.shape[i]
-                    self.known_sizes[s] = node
+                if not isinstance(s, int):
+                    self.sizes_of.setdefault(s, (new, i))
 
 
 def _is_rows(border: Border) -> bool:

@@ -157,9 +157,9 @@ def expand_after_map(n: Node) -> Node | None:
 def round_before_arithmetic(n: Node) -> Node | None:
     """Arithmetic is done in the compute dtype: a value that was rounded only to be computed with again is not rounded,
     a stored value that was widened for arithmetic is widened by it anyway. A comparison sees what was rounded: a
-    largest element equals itself."""
-    reduces = n.op in (ops.REDUCE, ops.LSE, ops.SELECT)
-    if not (is_arithmetic(n) or reduces) or n.op in EXACT:
+    largest element equals itself. So do a log-sum-exp and the choice of a column: backward has the rounded logits, and
+    exp(z - lse) sums to 1 only with the lse of these."""
+    if not (is_arithmetic(n) or n.op is ops.REDUCE) or n.op in EXACT:
         return None
     for i, a in enumerate(n.args):
         if a.op is ops.CAST and a.type.dtype.is_float and a.args[0].type.dtype.is_float:

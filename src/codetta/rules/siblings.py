@@ -60,12 +60,15 @@ def _is_block_local(graph: Graph, gemm: Node) -> bool:
 
 
 def _siblings(graph: Graph) -> Iterator[list[Node]]:
-    """Groups of at least two GEMMs on one operand that the same GEMMs take up, in order of first use."""
+    """Groups of at least two GEMMs on one operand that the same GEMMs take up, ordered as their weights are inputs."""
     groups: dict[tuple[Node, DType], list[Node]] = {}
     for n in graph.contractions:
         w = n.args[1]
         if n.attrs[0] == "nt" and isinstance(w.type.rows, int) and n.type.kind is Kind.TILE and _is_weight(w):
             groups.setdefault((n.args[0], w.type.dtype), []).append(n)
+    rank = {n: i for i, n in enumerate(graph.inputs)}
+    for group in groups.values():
+        group.sort(key=lambda n: rank.get(_leaf(n.args[1]), len(rank)))
     after, outside = users(graph.roots), set(graph.roots)
     for group in (g for g in groups.values() if len(g) > 1):
         alike: dict[frozenset[Node | None], list[Node]] = {}
@@ -109,4 +112,8 @@ def _biases(graph: Graph, group: list[Node]) -> list[tuple[Node, Node]] | None:
 
 def _is_weight(w: Node) -> bool:
     """A leaf, or a leaf in another dtype: stacking needs no computed operand."""
-    return (w.args[0] if w.op is ops.CAST else w).op is ops.INPUT
+    return _leaf(w).op is ops.INPUT
+
+
+def _leaf(w: Node) -> Node:
+    return w.args[0] if w.op is ops.CAST else w
