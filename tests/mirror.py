@@ -19,7 +19,7 @@ from codetta.ir import ops
 from codetta.ir.graph import Graph
 from codetta.ir.split import Split
 
-MAPS: dict[Op, Callable[..., Tensor]] = {
+UNARY: dict[Op, Callable[[Tensor], Tensor]] = {
     ops.NEG: torch.neg,
     ops.ABS: torch.abs,
     ops.EXP: torch.exp,
@@ -35,6 +35,9 @@ MAPS: dict[Op, Callable[..., Tensor]] = {
     ops.SILU: F.silu,
     ops.GELU: F.gelu,
     ops.GELU_TANH: partial(F.gelu, approximate="tanh"),
+}
+MAPS: dict[Op, Callable[..., Tensor]] = {
+    **UNARY,
     ops.ADD: torch.add,
     ops.SUB: torch.sub,
     ops.MUL: torch.mul,

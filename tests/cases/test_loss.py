@@ -67,7 +67,7 @@ def test_a_quarter_ignored(reduction, dtype, ignore):
     """C25: a quarter of the targets ignored, on the first call and on later ones; a class of the vocabulary may be the
     ignored one. The epilogue reduces the logits, and nothing of them is left over."""
     module = Head(reduction=reduction, ignore=ignore).to(dtype)
-    found = agree(module, batch(ignored=slice(None, None, 4), ignore=ignore, dtype=dtype), gemms=1)
+    found = agree(module, batch(96, ignored=slice(None, None, 4), ignore=ignore, dtype=dtype), gemms=1)
     assert counts(forward_plans(found)) == {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 1}
 
 
@@ -112,7 +112,7 @@ def test_all_targets_ignored(reduction):
     assert found
 
 
-@pytest.mark.parametrize("vocabulary", [1, 129, 257, 1001, 129_920])
+@pytest.mark.parametrize("vocabulary", [129, 257, 1001, 129_920])
 def test_vocabulary_that_is_no_multiple_of_a_tile(vocabulary):
     """C21: logits near -100. A log-probability is never above 0, and the columns that fill up the last tile take no
     probability."""

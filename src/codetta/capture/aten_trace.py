@@ -65,7 +65,7 @@ class _ToAten(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run one node, then stamp every ATen node that it made with the mode it was made in."""
         graph = _tracer().graph
-        last = next(reversed(graph.nodes), None)
+        last = next(iter(reversed(graph.nodes)), None)
         result = super().run_node(n)
         mode = self._mode()
         for made in reversed(graph.nodes):

@@ -92,8 +92,11 @@ def ignore_warning_loggers() -> None:
 
     GPT-2 warns about its loss type while it is traced. transformers adds these methods to ``logging.Logger`` itself;
     where it was not imported there is nothing to do, and nothing is imported here. The names go into
-    ``torch._dynamo.config.ignore_logging_functions``, so Dynamo drops the call: the warning is not shown.
+    ``torch._dynamo.config.ignore_logging_functions``, so Dynamo drops the call: the warning is not shown. Not before
+    PyTorch 2.13: 2.11 writes its configuration out as JSON at every compilation, and fails on a function in it.
     """
+    if torch.__version__ < "2.13":
+        return
     methods = [getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")]
     torch._dynamo.config.ignore_logging_functions.update(m for m in methods if m is not None)
 

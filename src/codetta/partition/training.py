@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from codetta import settings
 from codetta.autodiff.reverse import gradients
 from codetta.core.node import Node, substitute
 from codetta.errors import SettingsError
 from codetta.ir.build import input_
 from codetta.ir.graph import Graph
+from codetta.ir.verify import verify_graph
 from codetta.partition.build import make_plan
 from codetta.partition.cut import MEMORY, Kept, Memory, cut, recomputable
 from codetta.partition.plan import Plan
+from codetta.partition.verify import verify_passage
 from codetta.rules.pipeline import reparameterise, simplify, without_motion
 
 
@@ -73,7 +76,13 @@ def plan_training(
         if plan.count("leftover") == backward.count("leftover") and len(trial.kept) < len(joint.kept):
             again.append(n)
             joint, backward = trial, plan
-    return TrainingPlan(make_plan(joint.forward), backward, forward, joint.kept, tuple(wrt))
+    training = TrainingPlan(make_plan(joint.forward), backward, forward, joint.kept, tuple(wrt))
+    if settings.verify_ir():
+        verify_graph(joint.forward)
+        verify_graph(joint.backward)
+        given = {cotangent_name(name): n.type for name, n in forward.outputs}
+        verify_passage(training.forward, backward, training.saved, given)
+    return training
 
 
 def plan_for_given(training: TrainingPlan, given: Collection[str]) -> Plan:

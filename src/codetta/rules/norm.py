@@ -6,7 +6,7 @@ from codetta.core.node import Node, postorder
 from codetta.core.rewrite import Registry
 from codetta.core.types import Kind, f16
 from codetta.ir import ops
-from codetta.ir.build import add, cast, div, matmul, mul, sub, sum_row, turn
+from codetta.ir.build import add, apply, cast, div, matmul, mul, sub, sum_row, turn
 from codetta.rules.match import either_way, gain, is_const, number, rebuilt, row_scaled, scale, weight, x_tile
 
 NORM = Registry()
@@ -82,7 +82,8 @@ def variance_in_one_pass(n: Node) -> Node | None:
     x, mean = d.args
     from_gemm = any(m.op is ops.MATMUL for m in postorder([x]))
     if from_gemm and x.type.kind is Kind.TILE and isinstance(x.type.cols, int) and _is_mean(mean, x):
-        return sub(sum_row(mul(x, x)), mul(mul(mean, mean), float(x.type.cols)))
+        # where all of a row is nearly the same, rounding may leave less than nothing, whose root is NaN
+        return apply(ops.MAXIMUM, sub(sum_row(mul(x, x)), mul(mul(mean, mean), float(x.type.cols))), 0.0)
     return None
 
 

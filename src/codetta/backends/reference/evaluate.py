@@ -230,9 +230,10 @@ def _join(n: Node, *given: Value) -> Tensor:
 
 
 def _stack(n: Node, *given: Value) -> Tensor:
-    like = next(v for v in given if isinstance(v, Tensor) and v.dim() == 2)
+    tensors = [flat(v) if isinstance(v, Tensor) else v for v in given]
+    like = next(v for v in tensors if isinstance(v, Tensor) and v.dim() == 2)
     sizes = [s for s in n.attrs if isinstance(s, int)]
-    pairs = zip(given, sizes, strict=True)
+    pairs = zip(tensors, sizes, strict=True)
     return torch.cat([v if isinstance(v, Tensor) and v.dim() else like.new_zeros(s, like.shape[1]) for v, s in pairs])
 
 
@@ -271,7 +272,7 @@ def _select(n: Node, x: Tensor, index: Tensor) -> Tensor:
 def contract(form: str, a: Tensor, b: Tensor) -> Tensor:
     """The GEMM of a form, operands widened so that it accumulates in the compute dtype."""
     wide = TORCH[compute_dtype(DTYPE_OF[a.dtype])]
-    a, b = a.to(wide), b.to(wide)
+    a, b = flat(a).to(wide), flat(b).to(wide)
     return a @ b.T if form == "nt" else a @ b if form == "nn" else a.T @ b
 
 
