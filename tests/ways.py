@@ -1,4 +1,4 @@
-"""A module run three ways, eager, through codetta and in float64, and every output and gradient held against the bar."""
+"""A module run three ways, eager, through codetta and in float64, its outputs and gradients held against the bar."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def llama(layers: int = 2, dtype: torch.dtype = torch.float32, **changes: object
 
 
 def whole_model_agrees(model: nn.Module, batch: Mapping[str, object], seeds: int = 3, **options: object) -> None:
-    """Compare a model of somebody else's with its captured graph in float64 and with eager; mean over all tensors too."""
+    """Compare a model of somebody else's with its captured graph in float64 and with eager."""
     torch._dynamo.reset()
     bar = BARS.get(next(model.parameters()).dtype, Bar())
     found = check(Subject(type(model).__name__, model, dict(batch)), seeds=seeds, options=options, bar=bar)
@@ -139,7 +139,8 @@ def run(
 def compare(ours: Run, eager: Run, reference: Run) -> dict[str, Errors]:
     """The errors of every output and gradient; shapes, dtypes and what has no gradient must be eager's."""
     assert [(x.shape, x.dtype) for x in ours.outputs] == [(x.shape, x.dtype) for x in eager.outputs]
-    found = {f"output {i}": errors(*xs) for i, xs in enumerate(zip(ours.outputs, eager.outputs, reference.outputs))}
+    outputs = zip(ours.outputs, eager.outputs, reference.outputs, strict=True)
+    found = {f"output {i}": errors(*xs) for i, xs in enumerate(outputs)}
     for name, e in eager.gradients.items():
         mine, exact = ours.gradients[name], reference.gradients[name]
         if e is None or mine is None or exact is None:

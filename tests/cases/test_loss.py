@@ -83,7 +83,7 @@ def test_every_token_weighs_its_own_upstream_value(dtype):
     losses = compiled(module)(x, targets)
     (dx,) = torch.autograd.grad(losses, x, upstream[0].to(losses.dtype))
     assert losses[0] == 0.0
-    assert not dx[0].any() and not dx[2].any()
+    assert not dx[[0, 2]].any()
     assert all(dx[i].any() for i in (1, 3, 4))
 
 
@@ -296,10 +296,9 @@ def test_logits_that_are_never_returned():
     torch.testing.assert_close(got, loss)
     for a, b in zip(gradients, expected, strict=True):
         assert relative_error(a, b) < 1e-5
-    for name, use in USES.items():
+    for use in USES.values():
         with pytest.raises(CodettaError, match="'logits': 'never'"):
             use(logits)
-            pytest.fail(f"{name} of logits that were never computed gave a result")
     assert "never" in repr(logits)
     assert "never" in str(logits)
     returned = {n.type.cols for s in found[0].capture.segments for n in s.graph.roots}

@@ -131,7 +131,8 @@ def test_sum_of_squares_is_float32_in_an_epilogue(norm):
     assert torch.equal(stream, torch.full_like(stream, 300.0))
     assert relative_error(got, expected.double()) < 1e-3
     first = forward_plans(found)[0].steps[0]
-    assert first.kind == "gemm" and any(is_partial(n) and n.type.dtype is f32 for _, n in first.program.outputs)
+    assert first.kind == "gemm"
+    assert any(is_partial(n) and n.type.dtype is f32 for _, n in first.program.outputs)
 
 
 @pytest.mark.parametrize("norm", RMS_NORMS)
@@ -324,7 +325,8 @@ def test_sum_inside_the_graph():
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (3,), (2, 3)])
 @pytest.mark.parametrize("sliced", ["outside", "inside"])
 def test_column_slice_that_keeps_its_parents_row_stride(shape, sliced):
-    """C11: a column slice of a fused qkv. With one token it counts as contiguous, but its row stride is its parent's."""
+    """C11: a column slice of a fused qkv. With one token it counts as contiguous, but its row stride is its parent's,
+    as for more tokens, where it does not."""
 
     class Sliced(nn.Module):
         def __init__(self) -> None:
@@ -372,7 +374,7 @@ def test_zero_tokens(shape, dtype):
     assert counts(forward_plans(found))["gemms"] == 5
     assert (stream.shape, y.shape) == ((*shape, 40), (*shape, 16))
     assert stream.dtype is y.dtype is dtype
-    assert stream.requires_grad and y.requires_grad and total.requires_grad
+    assert all(t.requires_grad for t in (stream, y, total))
     assert total.item() == 0.0
     (total + stream.sum()).backward()
     for name, p in [*module.named_parameters(), ("x", x), ("residual", residual)]:

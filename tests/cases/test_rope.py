@@ -26,7 +26,7 @@ def tables(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return found.cos(), found.sin()
 
 
-# --- the rotations; heads are (batch, heads, tokens, size) -------------------------------------------------------------
+# --- the rotations; heads are (batch, heads, tokens, size) ------------------------------------------------------------
 
 
 def halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ def test_head_sizes(rotate, size):
 
 @pytest.mark.parametrize("rotate", PAIRINGS)
 def test_tables_of_every_shape(rotate):
-    """C16: cosines and sines per sample (2, T, D), shared (1, T, D), and without a batch (T, D): each is understood, and
-    where the positions agree so do the results, to the bit."""
+    """C16: cosines and sines per sample (2, T, D), shared (1, T, D), and without a batch (T, D): each is understood,
+    and where the positions agree so do the results, to the bit."""
     module = Projected(rotate)
     fresh(module, 0)
     positions = torch.tensor([5, 0, 3, 9])
@@ -200,7 +200,7 @@ def test_packed_positions_equal_each_token_alone():
     (dx,) = torch.autograd.grad(q, x, g)
     for t, position in enumerate(PACKED):
         phase = angles(torch.tensor(position), 16)
-        block = torch.block_diag(*[torch.stack([torch.stack([p.cos(), -p.sin()]), torch.stack([p.sin(), p.cos()])]) for p in phase])
+        block = torch.block_diag(*[p.new_tensor([[p.cos(), -p.sin()], [p.sin(), p.cos()]]) for p in phase])
         order = torch.arange(16).view(2, 8).T.flatten()  # (a0, b0, a1, b1, ...): the pairs side by side
         turn = torch.zeros(16, 16, dtype=torch.float64)
         turn[order[:, None], order] = block

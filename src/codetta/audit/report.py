@@ -130,5 +130,7 @@ def plain_reason(reason: str) -> str:
 
 
 def operator(target: str) -> str:
-    """``aten.embedding.default`` is ``embedding``."""
-    return target.split(".")[1] if target.startswith("aten.") else target
+    """``aten.embedding.default`` is ``embedding``, ``<built-in function getitem>`` is ``getitem``."""
+    return (
+        target.split(".")[1] if target.startswith("aten.") else target.removeprefix("<built-in function ").rstrip(">")
+    )

@@ -188,7 +188,7 @@ def _compare(
 def _errors(ours: Tensor | None, eager: Tensor, reference: Tensor) -> Errors:
     right = ours is not None and ours.shape == eager.shape and ours.dtype == eager.dtype
     mine = relative_error(ours, reference) if ours is not None and right else float("inf")
-    return Errors(mine, relative_error(eager, reference), eager.dtype, is_scalar=eager.dim() == 0)
+    return Errors(mine, relative_error(eager, reference), eager.dtype, is_scalar=eager.numel() == 1)
 
 
 def _target_rows(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:

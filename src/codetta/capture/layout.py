@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -38,8 +39,31 @@ Dims = tuple[Dim, ...]
 
 
 def size_of(value: int | torch.SymInt) -> Size:
-    """A tensor's size as a number or as a symbolic expression."""
-    return value if isinstance(value, int) else _tidy(value.node.expr)
+    """A tensor's size as a number or as a symbolic expression, one form for sizes that must be equal."""
+    if isinstance(value, int):
+        return value
+    same = _solved(value.node.shape_env)
+    return _tidy(value.node.expr.subs(same) if same else value.node.expr)
+
+
+_SOLVED: WeakKeyDictionary[Any, tuple[int, dict[Expr, Expr]]] = WeakKeyDictionary()
+
+
+def _solved(env: Any) -> dict[Expr, Expr]:
+    """What tracing has found out about products of sizes, each finding (a guard of Dynamo's) solved for a symbol: that
+    the labels have as many tokens as the logits, though batch and length of each may have symbols of their own. Of
+    symbols that are equal Dynamo has replaced one already."""
+    known, found = _SOLVED.get(env, (0, {}))
+    if known != len(env.guards):
+        found = {}
+        for equation in [g.expr for g in env.guards if isinstance(g.expr, sympy.Eq)]:
+            a, b = (sympy.sympify(env.replace(side)).subs(found) for side in equation.args)
+            own = sorted(b.free_symbols - a.free_symbols, key=str) if a.is_Mul and b.is_Mul else []
+            if own and not sympy.diff(b, own[0], 2):
+                solved = {own[0]: sympy.cancel(a * own[0] / b)}
+                found = {s: e.subs(solved) for s, e in found.items()} | solved
+        _SOLVED[env] = len(env.guards), found
+    return found
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
