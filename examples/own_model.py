@@ -35,14 +35,14 @@ class Regressor(nn.Module):
     def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(ParallelBlock(width, heads) for _ in range(layers)))
-        self.head = nn.Linear(width, 1)
+        self.head = nn.Linear(width, 16)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return functional.mse_loss(self.head(self.blocks(x)).squeeze(-1), target)
+        return functional.mse_loss(self.head(self.blocks(x)), target)
 
 
 def build(layers: int = 2, tokens: int = 64, batch: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
     """What codetta's commands ask of a callable: a model, and the keyword arguments of one call."""
     width = 64
     shape = (batch, tokens // batch)
-    return Regressor(layers, width, heads=4), {"x": torch.randn(*shape, width), "target": torch.randn(shape)}
+    return Regressor(layers, width, heads=4), {"x": torch.randn(*shape, width), "target": torch.randn(*shape, 16)}

@@ -3,13 +3,15 @@
 python examples/write_an_epilogue.py
 """
 
+from typing import Annotated
+
 import torch
 
 from codetta import RowVec, Tile, epilogue, halves, silu, sum_row
 
 
 @epilogue
-def swiglu(acc: Tile["2*N"]):
+def swiglu(acc: Annotated[Tile, "2*N"]):
     gate, up = halves(acc)
     return dict(y=silu(gate) * up)
 

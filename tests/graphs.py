@@ -190,7 +190,7 @@ def softmax(d: Draw, x: Node) -> Node:
 
 
 def picked(d: Draw, x: Node) -> Node:
-    """A column per row, added to the row; some indices name no column."""
+    """A column per row, added to the row."""
     return add(x, build.select_column(x, d.leaf(colvec(i32), "i")))
 
 

@@ -100,7 +100,25 @@ def test_a_scalar_is_one_draw_a_seed():
     assert BAR.why_not_all([wrong]) is None
 
 
-def test_seeds_are_pooled_by_root_mean_square():
-    seeds = [Errors(3.0, 1.0, torch.float32), Errors(4.0, 1.0, torch.float32)]
-    assert pooled(seeds).ours == pytest.approx(math.sqrt(12.5))
-    assert pooled(seeds).eager == 1.0
+def test_seeds_are_pooled_by_geometric_means():
+    seeds = [Errors(2.0, 1.0, torch.float32), Errors(8.0, 1.0, torch.float32)]
+    assert pooled(seeds).ours == pytest.approx(4.0)
+    assert pooled(seeds).eager == pytest.approx(1.0)
+
+
+def test_a_seed_at_which_a_sum_cancels_does_not_decide():
+    seeds = [Errors(1e-6, 1e-6, torch.float32)] * 4 + [Errors(3e-4, 2e-4, torch.float32)]
+    assert BAR.why_not(pooled(seeds)) is None
+
+
+def test_one_wrong_seed_of_five_is_seen():
+    for wrong in (2e-6, 1.0, math.inf):
+        seeds = [Errors(1e-6, 1e-6, torch.float32)] * 4 + [Errors(wrong, 1e-6, torch.float32)]
+        assert (BAR.why_not(pooled(seeds)) is None) is (wrong == 2e-6)
+    assert BAR.why_not_all([pooled(seeds)])
+
+
+def test_exact_results_stay_exact():
+    assert pooled([Errors(0.0, 0.0, torch.float32)] * 5) == Errors(0.0, 0.0, torch.float32)
+    mixed = pooled([Errors(0.0, 1e-6, torch.float32), Errors(0.0, 1e-6, torch.float32)])
+    assert (mixed.ours, mixed.eager) == (0.0, pytest.approx(1e-6))

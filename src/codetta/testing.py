@@ -64,11 +64,19 @@ class Bar:
 
 
 def pooled(errors: Sequence[Errors]) -> Errors:
-    """The errors of one tensor over several seeds, as one: their root mean squares."""
-    ours, eager = (
-        math.sqrt(sum(e * e for e in es) / len(es)) for es in zip(*((e.ours, e.eager) for e in errors), strict=True)
-    )
-    return Errors(ours, eager, errors[0].dtype, errors[0].is_scalar)
+    """The errors of one tensor over several seeds, as one: their geometric means.
+
+    Where a sum cancels at one seed, both errors of that seed are large, and a mean of squares would see that seed
+    alone. An error of less than an eighth of a unit in the last
+    place counts as that eighth, unless all of them are 0."""
+    dtype = errors[0].dtype
+    ours, eager = _geometric([e.ours for e in errors], dtype), _geometric([e.eager for e in errors], dtype)
+    return Errors(ours, eager, dtype, errors[0].is_scalar)
+
+
+def _geometric(values: Sequence[float], dtype: torch.dtype) -> float:
+    least = torch.finfo(dtype).eps / 8
+    return geometric_mean(max(v, least) for v in values) if any(values) else 0.0
 
 
 def relative_error(got: Tensor, reference: Tensor) -> float:

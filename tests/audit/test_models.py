@@ -77,7 +77,7 @@ def test_a_callable_gets_the_options_that_it_takes(tmp_path, monkeypatch):
     subject = find(Request("mine:build", layers=3, dtype="bf16"), weights=True)
     assert len(subject.model) == 3
     assert subject.batch["input"].shape == (4, 4)
-    assert subject.model[0].weight.dtype is torch.bfloat16
+    assert subject.model[0].weight.dtype is subject.batch["input"].dtype is torch.bfloat16
     with pytest.raises(SettingsError, match="takes no --batch\n  hint: it takes layers, tokens"):
         find(Request("mine:build", batch=2), weights=True)
     with pytest.raises(SettingsError, match="returned int"):

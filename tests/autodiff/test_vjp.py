@@ -240,10 +240,21 @@ def test_reductions(fn: str, kind: Kind, to: Kind, groups: int | None, ties: boo
 def test_logsumexp_and_selection():
     x, i = of(Kind.TILE, "x"), input_("i", colvec(i32))
     expect_derivative(build.logsumexp_row(x), x)
-    expected = expect_derivative(build.select_column(x, i), x, i, values={"i": torch.tensor([0, 11, 4, -1, 12])})
-    assert expected["x"] is not None
-    assert not expected["x"][3:].any()  # an index that names no column selects nothing
+    expect_derivative(build.select_column(x, i), x, i, values={"i": torch.tensor([0, 11, 4, 3, 4])})
     expect_derivative(build.sub(build.logsumexp_row(x), build.select_column(x, i)), x, i)
+
+
+def test_an_index_that_names_no_column_has_no_gradient():
+    """A masked target, such as -100, passes nothing on, whatever its cotangent is."""
+    x, i = of(Kind.TILE, "x"), input_("i", colvec(i32))
+    graph = Graph((x, i), (("y", build.select_column(x, i)),))
+    (dx,) = gradients(graph, {"y": input_("dy", colvec(f64))}, [x]).values()
+    assert dx is not None
+    feed = {"i": torch.tensor([-100, 12, 2]), "dy": torch.ones(3).double()}
+    found = mirror.outputs(Graph((), (("dx", dx),)), feed, 3)["dx"]
+    assert torch.equal(
+        found, torch.zeros(3, N).double().index_put((torch.tensor(2), torch.tensor(2)), torch.tensor(1.0).double())
+    )
 
 
 @pytest.mark.parametrize("form, a, b", [("nt", (5, 4), (3, 4)), ("nn", (5, 4), (4, 3)), ("tn", (5, 4), (5, 3))])

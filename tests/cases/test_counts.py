@@ -15,6 +15,7 @@ LABEL_SHIFT = {"pad"}
 
 def capture(layers: int, batch: int = 1, dtype: torch.dtype = torch.float32, **changes: bool) -> CapturedGraph:
     """The one graph of a model without memory."""
+    torch._dynamo.reset()
     with torch.device("meta"):
         model, ids = llama(layers, dtype, **changes), torch.zeros(batch, 12, dtype=torch.long)
     (graph,) = captured(model, input_ids=ids, labels=ids)

@@ -228,7 +228,9 @@ def _from_callable(request: Request) -> Subject:
             hint = "return (model, example kwargs)"
             raise SettingsError(f"{request.name} returned {type(found).__name__}", hint=hint)
     if request.dtype is not None:
-        model = model.to(dtype_named(request.dtype))
+        dtype = dtype_named(request.dtype)
+        model = model.to(dtype)
+        named = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in named.items()}
     return Subject(request.name, model, named)
 
 

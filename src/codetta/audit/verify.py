@@ -85,7 +85,7 @@ class Verification:
             dtype = str(e.dtype).removeprefix("torch.")
             table.add_row(escape(t.name), dtype, f"{e.ours:.2e}", f"{e.eager:.2e}", f"{e.ratio:.3f}", state)
         rule = (
-            f"relative error against float64, root mean square of {self.seeds} seeds; allowed: {self.bar.factor:.2f} x "
+            f"relative error against float64, geometric mean of {self.seeds} seeds; allowed: {self.bar.factor:.2f} x "
             f"eager's + {self.bar.units} units in the last place (a scalar: {self.bar.scalar_factor} x), and at most "
             f"{self.bar.mean} for the geometric mean of the ratios"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,10 +198,16 @@ def _cross_entropy(s: Scope, x: Any, target: Any, weight: Any, reduction: int, i
     v = _as_stored(_rows_by_columns(s, x))
     if len(v.dims) != 2:
         raise UnsupportedError("a cross-entropy whose classes are not the last dimension")
+    classes = v.node.type.cols
+    if not isinstance(classes, int):
+        raise UnsupportedError("a cross-entropy over a number of classes that is only known at run time")
     lse = Value(logsumexp_row(v.node), v.dims[:-1])
 
     def of_token(total: Node, index: Node) -> Node:
-        return where(apply(ops.NE, index, ignore), sub(total, select_column(v.node, index)), 0.0)
+        # a target that names no class gives NaN, never a plausible loss: a segment cannot raise as PyTorch does
+        named = apply(ops.AND, apply(ops.GE, index, 0), apply(ops.LT, index, classes))
+        loss = where(named, sub(total, select_column(v.node, index)), math.nan)
+        return where(apply(ops.NE, index, ignore), loss, 0.0)
 
     losses = s.combine(of_token, lse, target)
     if reduction == 0:

@@ -262,11 +262,11 @@ def _reduce(n: Node, x: Tensor) -> Tensor:
 
 
 def _select(n: Node, x: Tensor, index: Tensor) -> Tensor:
-    """An index that names no column gives NaN: no plausible loss comes of a wrong target, and ignored ones are masked."""
+    """Out-of-range indices (an ignored token's) give 0, as an epilogue that never meets the column would."""
     x = flat(x)
     inside = (index >= 0) & (index < x.shape[1])
     found = x.gather(1, index.to(torch.int64).clamp(0, max(x.shape[1] - 1, 0)).unsqueeze(1)).squeeze(1)
-    return torch.where(inside, found, torch.nan).to(TORCH[n.type.dtype])
+    return torch.where(inside, found, 0).to(TORCH[n.type.dtype])
 
 
 def contract(form: str, a: Tensor, b: Tensor) -> Tensor:
