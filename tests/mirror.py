@@ -87,13 +87,13 @@ def shape(t: Type, rows: int) -> list[int]:
 
 def random_feed(graph: Graph, rows: int, seed: int = 0) -> Feed:
     """Normally distributed values that ask for a gradient, representable in the inputs' dtypes; small integers, which
-    name a column; what is called r is positive, as a row scale is."""
+    mostly name a column; what is called r is positive, as a row scale is."""
     generator = torch.Generator().manual_seed(seed)
     found: Feed = {}
     for n in graph.inputs:
         sizes = shape(n.type, rows)
         if not n.type.dtype.is_float:
-            found[name(n)] = torch.randint(0, 4, sizes, generator=generator)
+            found[name(n)] = torch.randint(-1, 5, sizes, generator=generator)
             continue
         value = torch.randn(sizes, generator=generator, dtype=torch.float64)
         value = value.abs() + 0.5 if name(n).startswith("r") else value
@@ -194,10 +194,10 @@ def _reduce(n: Node, rows: int, v: Tensor) -> Tensor:
 
 
 def _select(n: Node, rows: int, v: Tensor, index: Tensor) -> Tensor:
-    """NaN where the index names no column."""
+    """0 where the index names no column."""
     inside = (index >= 0) & (index < v.shape[1])
     picked = v[torch.arange(v.shape[0]), torch.where(inside, index, 0).long()]
-    return torch.where(inside, picked, torch.nan)
+    return torch.where(inside, picked, 0.0)
 
 
 def _index(n: Node, rows: int) -> Tensor:

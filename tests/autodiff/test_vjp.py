@@ -252,9 +252,7 @@ def test_an_index_that_names_no_column_has_no_gradient():
     assert dx is not None
     feed = {"i": torch.tensor([-100, 12, 2]), "dy": torch.ones(3).double()}
     found = mirror.outputs(Graph((), (("dx", dx),)), feed, 3)["dx"]
-    assert torch.equal(
-        found, torch.zeros(3, N).double().index_put((torch.tensor(2), torch.tensor(2)), torch.tensor(1.0).double())
-    )
+    assert torch.equal(found.nonzero(), torch.tensor([[2, 2]]))
 
 
 @pytest.mark.parametrize("form, a, b", [("nt", (5, 4), (3, 4)), ("nn", (5, 4), (4, 3)), ("tn", (5, 4), (5, 3))])

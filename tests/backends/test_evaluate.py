@@ -186,12 +186,12 @@ def test_rows_and_contractions():
         expect(made, *leaves)
 
 
-def test_an_index_that_names_no_column_gives_nan():
+def test_an_index_that_names_no_column_gives_zero():
+    """As from an epilogue that never meets the column: an ignored target, such as -100, is masked behind it."""
     x, i = input_("x", tile(4, f32)), input_("i", colvec(i64))
     values = torch.arange(20.0).reshape(5, 4)
     (got,) = evaluate([build.select_column(x, i)], {x: values, i: torch.tensor([-100, -1, 0, 3, 4])})
-    assert got.isnan().tolist() == [True, True, False, False, True]
-    assert got[2:4].tolist() == [8.0, 15.0]
+    assert got.tolist() == [0.0, 0.0, 8.0, 15.0, 0.0]
 
 
 # --- rounding -------------------------------------------------------------------------------------------------------

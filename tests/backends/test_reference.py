@@ -216,6 +216,28 @@ def test_the_sum_of_squares_of_large_values(dtype: DType, behind_a_gemm: bool):
     drive.close(out["y1"], feed["v"].double().sum(1).expand(3, 4), max(torch.finfo(TORCH[dtype]).eps, 1e-5), "h v")
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(f16, 0.003), (bf16, 0.02)])
+def test_a_large_residual_stream_with_a_large_gain(dtype: DType, tolerance: float):
+    """C33: magnitude 3e4, gain 4. In float16 the product without the row scale would overflow; eager's does not."""
+    x, res, w = input_("x", tile(16, dtype)), input_("res", tile(64, dtype)), input_("w", tile(16, dtype, rows=64))
+    stream = cast(add(res, cast(matmul(x, w), dtype)), dtype)
+    h = rms_norm(stream, input_("g", rowvec(64, dtype)))
+    graph = graph_of(cast(matmul(h, input_("v", tile(64, dtype, rows=32))), dtype))
+    wrt = drive.float_inputs(graph)
+    feed = mirror.random_feed(graph, 40)
+    large = {"res": 3.0e4 * feed["res"].detach().sign(), "g": 4.0 + 0.1 * feed["g"].detach()}
+    feed = {n: large.get(n, t.detach()).to(TORCH[dtype]).double().requires_grad_() for n, t in feed.items()}
+    want = mirror.outputs(graph, feed, 40)
+    given = drive.typed(graph, mirror.random_cotangents(want))
+    exact = mirror.gradients(want, feed, given, wrt)
+    out, got = drive.train(plan_training(graph, wrt, "lean"), drive.typed(graph, feed), given, 40)
+    drive.close(out["y0"], want["y0"], tolerance, "y")
+    for n in ("x", "w", "g", "v"):
+        e = exact[n]
+        assert e is not None
+        drive.close(got[n], e, tolerance, n)
+
+
 def hugging_face_norm(x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
     """RMSNorm as transformers' Llama computes it."""
     wide = x.float()

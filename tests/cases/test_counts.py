@@ -1,6 +1,7 @@
 """The exact numbers of GEMMs, finalizes and leftovers of a Llama of transformers, whole graph, with labels."""
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ POSITIONS = {"arange", "add"}
 LABEL_SHIFT = {"pad"}
 
 
-def capture(layers: int, batch: int = 1, dtype: torch.dtype = torch.float32, **changes: bool) -> CapturedGraph:
+@cache
+def capture(
+    layers: int, tied: bool = False, biased: bool = False, batch: int = 1, dtype: torch.dtype = torch.float32
+) -> CapturedGraph:
     """The one graph of a model without memory."""
     torch._dynamo.reset()
+    changes = {"tie_word_embeddings": tied, "attention_bias": biased, "mlp_bias": biased}
     with torch.device("meta"):
         model, ids = llama(layers, dtype, **changes), torch.zeros(batch, 12, dtype=torch.long)
     (graph,) = captured(model, input_ids=ids, labels=ids)
@@ -35,7 +40,7 @@ def test_whole_graph(layers, tied, biased, batch):
     statistic a norm and the loss. Backward: 8L+2 GEMMs, of which exactly 3L+1 data gradients have an epilogue (that of
     each o-projection feeds attention and has none); L+1 leftovers, which rotate dqkv back, one a layer, and make
     dlogits; 3L+1 finalizes. The biases of q, k, v are one, those of gate and up are, and each adds a finalize."""
-    graph = capture(layers, batch, tie_word_embeddings=tied, attention_bias=biased, mlp_bias=biased)
+    graph = capture(layers, tied, biased, batch)
     forward, backward = forward_plans([graph]), backward_plans([graph])
     gemms = 4 * layers + 1
     assert counts(forward) == {"gemms": gemms, "epilogues": gemms, "finalizes": 2 * layers + 1, "leftovers": 1}
@@ -52,7 +57,7 @@ def test_whole_graph(layers, tied, biased, batch):
 def test_where_they_are(layers):
     """The segments lie between the attentions: from the embedding to the first qkv, from each attention to the next
     qkv, from the last one to the loss. Each rotates the gradient of its qkv back or makes dlogits: one leftover."""
-    graph = capture(layers)
+    graph = capture(layers, False, False, 1)
     forward, backward = forward_plans([graph]), backward_plans([graph])
     assert [p.count("gemm") for p in forward] == [1] + [4] * layers
     assert [p.count("leftover") for p in forward] == [1] + [0] * layers
@@ -67,7 +72,7 @@ def test_where_they_are(layers):
 def test_nothing_is_left_unexplained(layers, tied):
     """What stays with PyTorch is the embedding, attention, the table of the rotation with its positions, and the shift
     of the labels. The mask is proven to be causal, and gone. Each such call and each leftover says why."""
-    graph = capture(layers, tie_word_embeddings=tied)
+    graph = capture(layers, tied, False, 1)
     opaque = graph.capture.opaque
     assert all(call.reason for call in opaque)
     found = Counter(operator(call) for call in opaque if not call.module.endswith("rotary_emb"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 import pytest
@@ -24,6 +25,7 @@ from codetta.ir.build import (
     logsumexp_row,
     matmul,
     mul,
+    parts,
     reduce,
     select_column,
     sub,
@@ -32,6 +34,7 @@ from codetta.ir.build import (
     where,
 )
 from codetta.ir.graph import Graph
+from codetta.ir.split import Split, columns
 from codetta.lang.source import parse_program, program_text
 from codetta.partition.build import make_plan
 from codetta.partition.cut import MEMORY, Memory
@@ -234,6 +237,20 @@ def test_layer_norm_far_from_zero(shift: float):
     want = mirror.outputs(graph, feed, 4)["y"]
     got = drive.run(plan.forward, drive.typed(graph, feed), 4)["y"]
     drive.close(got, want, 2e-3, "y")
+
+
+@pytest.mark.parametrize(
+    "root, reason",
+    [
+        (mul(X, 2.0), r"no GEMM here produces x: "),
+        (add(parts(Z, columns(2, 6))[0], parts(Z, Split(1, 4))[3]), "combines columns of different tiles: range 0 of"),
+        (mul(Z, sum_col(Z)), "a statistic of the whole output of the GEMM"),
+        (mul(Z, apply(ops.RSQRT, sum_row(mul(Z, Z)))), "a statistic of the whole output of the GEMM"),
+    ],
+)
+def test_a_leftover_says_why_it_is_one(root: Node, reason: str):
+    (leftover,) = (s for s in plan_inference(graph_of(root)).steps if s.kind == "leftover")
+    assert re.search(reason, leftover.reason)
 
 
 def test_a_memory_mode_that_does_not_exist():

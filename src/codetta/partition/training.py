@@ -69,13 +69,19 @@ def plan_training(
     joint = cut(forward, grads, cotangents)
     backward = make_plan(joint.backward)
     again: list[Node] = []
-    for n in recomputable(forward, grads.values(), memory):
-        trial = cut(forward, grads, cotangents, [*again, n])
+    candidates = recomputable(forward, grads.values(), memory)
+    groups = [candidates] if candidates else []  # in a model all layers are alike: one trial, not one each
+    while groups:
+        group = groups.pop()
+        trial = cut(forward, grads, cotangents, [*again, *group])
         plan = make_plan(trial.backward)
         # made again only where an epilogue has its operands at hand, and nothing new has to be saved for it
-        if plan.count("leftover") == backward.count("leftover") and len(trial.kept) < len(joint.kept):
-            again.append(n)
+        if plan.count("leftover") == backward.count("leftover") and len(trial.kept) + len(group) <= len(joint.kept):
+            again += group
             joint, backward = trial, plan
+        elif len(group) > 1:
+            middle = len(group) // 2
+            groups += [group[middle:], group[:middle]]
     training = TrainingPlan(make_plan(joint.forward), backward, forward, joint.kept, tuple(wrt))
     if settings.verify_ir():
         verify_graph(joint.forward)
