@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from codetta.audit.explain import explain
 from codetta.audit.models import Request, find
 from codetta.errors import SettingsError
+from codetta.partition.plan import plan_text
 
 GB = 1e9
 
@@ -81,12 +82,11 @@ def test_equal_layers_are_shown_once():
 
 
 def test_programs_are_printed_in_whole_lines(two_layers_of_8b):
-    text = str(two_layers_of_8b)
-    for plan in (p for plans in two_layers_of_8b.plans.values() for p in plans):
-        for step in plan.steps:
-            assert step.program.name in text
-    assert "@epilogue(gemm=" in text
-    assert "residual: Tile[M, 4096, bf16], x: Tile[M, 4096, bf16], o_proj_weight: Tile[4096, 4096, bf16]," in text
+    lines = set(str(two_layers_of_8b).splitlines())
+    for plans in two_layers_of_8b.plans.values():
+        for plan in plans:
+            assert set(plan_text(plan).splitlines()) <= lines
+    assert max(map(len, lines)) > 200
 
 
 def test_a_cache_that_is_returned_is_a_note():

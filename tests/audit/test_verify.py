@@ -58,6 +58,15 @@ def test_a_model_without_a_loss():
     assert all(p.grad is None for p in [*model.parameters(), x])
 
 
+def test_under_autocast():
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = verify(Block(), torch.randn(48, 32))
+    assert not [t.problem for t in found.tensors if t.problem]
+    weight = next(t for t in found.tensors if t.name == "a.weight")
+    assert weight.pooled.eager > 1e-4  # it did run in bfloat16
+
+
 @pytest.mark.parametrize("target", ["a.weight", "output"])
 def test_a_wrong_result_is_found(monkeypatch, target):
     def wrong(model, options=None):

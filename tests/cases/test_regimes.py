@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from codetta.backends.reference.execute import Executable
 from codetta.capture import backend as entry
 from codetta.capture.backend import CapturedGraph, backend, captured, recording
+from codetta.capture.options import BackendOptions
 from codetta.errors import SettingsError
 from codetta.testing import relative_error
 from ways import backward_plans, compiled, counts, data_gradients_with_epilogue, forward_plans, llama
@@ -67,13 +69,14 @@ def test_counts_of_a_block(dtype, biased):
     """One graph serves all layers. A block alone has 4 GEMMs forward, each with an epilogue; 1 leftover, its first
     norm's statistic and gain, since no GEMM of its own made the stream; 1 finalize, the second norm's statistic.
     Backward 8 GEMMs, of which 3 data gradients have an epilogue (down's, gate_up's, qkv's); 1 leftover, which rotates
-    dqkv back; 3 finalizes, two gains and a row statistic. Biases add a finalize each: qkv's, o's, gate_up's, down's."""
+    dqkv back; 3 finalizes, two gains and a row statistic. Biases add a finalize each, qkv's, o's, gate_up's, down's, and
+    a leftover, since down's is the sum of an incoming gradient, which no GEMM of the block makes."""
     model = by_layer(llama(3, dtype, attention_bias=biased, mlp_bias=biased))
     found = graphs_of(model)
     assert len(found) == 1
     forward, backward = forward_plans(found), backward_plans(found)
     assert counts(forward) == {"gemms": 4, "epilogues": 4, "finalizes": 1, "leftovers": 1}
-    assert counts(backward) == {"gemms": 8, "epilogues": 3, "finalizes": 3 + 4 * biased, "leftovers": 1}
+    assert counts(backward) == {"gemms": 8, "epilogues": 3, "finalizes": 3 + 4 * biased, "leftovers": 1 + biased}
     assert len(data_gradients_with_epilogue(backward)) == 3
     assert [call.op for call in found[0].capture.opaque] == ["aten.scaled_dot_product_attention.default"]
     assert all(s.reason for p in forward + backward for s in p.steps if s.kind == "leftover")
@@ -260,9 +263,15 @@ WRONG = {
     "memory": ("small", "'fast', 'balanced', 'lean'"),
     "inner": ("triton", "'auto', 'eager', 'aot_eager', 'inductor'"),
     "kernels": ("cublas", "'auto', 'reference'"),
+    "prove_masks": ("no", "True, False"),
     "rewrite": ("yes", "True, False"),
     "widen": (None, "True, False"),
 }
+
+
+def test_every_option_is_tried():
+    """The table above has them all."""
+    assert WRONG.keys() == {f.name for f in fields(BackendOptions)}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -12,7 +12,7 @@ from graphs import draw
 
 @pytest.mark.parametrize("seed", range(60))
 def test_plans_of_random_graphs_trace_back(seed: int):
-    graph = draw(Random(seed)).graph
+    graph = draw(Random(seed))
     training = plan_training(graph, float_inputs(graph))
     for step in [*training.forward.steps, *training.backward.steps]:
         text = program_text(step.program)

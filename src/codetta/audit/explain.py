@@ -108,9 +108,10 @@ def explain(
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
         kwargs = as_batch(model, args[0])
         args = ()
-    # counted is this very call, whatever sizes the same code was compiled for before
+    # on a GPU too, the plans are what is asked for; and for this very call, whatever sizes were compiled before
+    chosen = {"kernels": "reference", **(options or {})}
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        graphs = captured(model, *args, options=options, **kwargs)
+        graphs = captured(model, *args, options=chosen, **kwargs)
     notes = [CACHE_NOTE] if _returns_caches(model, graphs) else []
     if len(graphs) > 1:
         notes.append(f"Dynamo split this call into {len(graphs)} graphs; no segment crosses from one to another")

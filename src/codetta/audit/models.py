@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -203,13 +203,12 @@ def _from_folder(request: Request, folder: Path, *, weights: bool) -> Subject:
 
 def _from_callable(request: Request) -> Subject:
     """What ``module:callable`` returns; options reach the parameters of the callable that have their names."""
-    module, _, attribute = request.name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        function = pkgutil.resolve_name(request.name)
+    except (ImportError, AttributeError, ValueError) as error:
         hint = "module:callable, importable from here"
         raise SettingsError(f"no model {request.name!r}: {error}", hint=hint) from None
     given = {"layers": request.layers, "tokens": request.tokens, "batch": request.batch, "seed": request.seed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,7 +44,8 @@ def compiled_step(
     model: nn.Module, options: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Any], int], Step]:
     """A step through codetta, fresh memory filled with NaN; call it with a batch and a seed."""
-    compiled = torch.compile(model, backend=partial(backend, options=options))
+    chosen = {"kernels": "reference", **(options or {})}  # on a GPU too, it is the programs that are to be verified
+    compiled = torch.compile(model, backend=partial(backend, options=chosen))
 
     def run(batch: Mapping[str, Any], seed: int) -> Step:
         with poisoned_memory():
@@ -93,7 +94,11 @@ class _Oracle:
         wide = widen(normalise(gm, example_inputs))
 
         def run(*inputs: Any) -> Any:
-            with double_precision(), torch.autocast("cpu", enabled=False):
+            with ExitStack() as modes:
+                modes.enter_context(double_precision())
+                for kind in ("cpu", "cuda"):
+                    if torch.is_autocast_enabled(kind):
+                        modes.enter_context(torch.autocast(kind, enabled=False))
                 return wide(*(self.leaf(x) if isinstance(x, Tensor) else x for x in inputs))
 
         return run

@@ -100,6 +100,12 @@ def captured(model: Run, *args: Any, options: Mapping[str, Any] | None = None, *
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Run:
     """Compile a graph of Dynamo's. What is understood runs as segments, the rest as PyTorch runs it."""
     chosen = parse(options)
+    # the hooks of a checkpoint around the compiled code count what autograd saves: nothing while we trace
+    with torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
+        return _compile(gm, example_inputs, chosen)
+
+
+def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOptions) -> Run:
     device = _device(example_inputs)
     if settings.disabled():
         return _inner(chosen, device)(gm, example_inputs)
@@ -107,13 +113,13 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[
         warnings.warn(
             "codetta has no kernels for this GPU yet; the graph goes to Inductor unchanged. "
             "options={'kernels': 'reference'} runs it on PyTorch operators, slowly",
-            stacklevel=2,
+            stacklevel=3,
         )
         return _inner(chosen, device)(gm, example_inputs)
     try:
         graph = normalise(gm, example_inputs)
     except CaptureError as error:
-        warnings.warn(f"codetta leaves a graph to PyTorch unchanged: {error}", stacklevel=2)
+        warnings.warn(f"codetta leaves a graph to PyTorch unchanged: {error}", stacklevel=3)
         return _inner(chosen, device)(gm, example_inputs)
     attention = make_attention_causal(graph) if chosen.prove_masks else []
     if chosen.widen:
