@@ -61,6 +61,8 @@ def test_a_configuration_folder(tmp_path):
         assert len(subject.model.model.layers) == 2
         assert subject.model.config.vocab_size == 64
         assert subject.batch["input_ids"].shape == (1, 8)
+        assert subject.model.config.use_cache is False
+        assert subject.notes
 
 
 def test_a_callable_gets_the_options_that_it_takes(tmp_path, monkeypatch):
@@ -90,6 +92,7 @@ def test_a_callable_gets_the_options_that_it_takes(tmp_path, monkeypatch):
     "request_, message",
     [
         (Request("gpt-5"), "no model 'gpt-5'"),
+        (Request("no/such"), "no model 'no/such': there is no such folder"),
         (Request("llama-tiny", dtype="int8"), "no dtype 'int8'"),
         (Request("llama-tiny", tokens=10, batch=4), "10 tokens are not 4 sequences"),
     ],

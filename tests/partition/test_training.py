@@ -58,7 +58,7 @@ def _small_tiles():
 RANDOM = st.randoms(use_true_random=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(RANDOM, st.sampled_from(MEMORY))
 def test_random_graphs_in_float64(random: Random, memory: Memory):
     graph = graphs.draw(random, EVERYTHING)
@@ -130,15 +130,6 @@ def test_inference_and_plans_without_epilogues(random: Random):
         out = drive.run(plan, drive.typed(graph, feed), 5)
         for name, w in want.items():
             drive.close(out[name], w, 1e-8, name)
-
-
-@settings(max_examples=40, deadline=None)
-@given(RANDOM, st.sampled_from([f64, bf16]))
-def test_every_program_is_read_back_from_its_text(random: Random, dtype: DType):
-    graph = graphs.draw(random, EVERYTHING, most=8, dtype=dtype)
-    plan = plan_training(graph, drive.float_inputs(graph), "balanced")
-    for s in (*plan.forward.steps, *plan.backward.steps):
-        assert parse_program(program_text(s.program)) == s.program
 
 
 @settings(max_examples=10, deadline=None)

@@ -6,13 +6,14 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from codetta.capture.normalise import ignore_warning_loggers
 from codetta.errors import SettingsError, UnsupportedError
 
 DTYPES = {
@@ -25,6 +26,11 @@ DTYPES = {
     "f64": torch.float64,
     "float64": torch.float64,
 }
+
+CACHE_OFF = (
+    "this configuration has use_cache on, and here it is off: in training, caches would only be returned and kept "
+    "alive. Train with model.config.use_cache = False"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +49,13 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model and the keyword arguments of one call. ``renew(seed)`` gives it other random weights and makes another
-    batch; None where the weights are somebody's."""
+    batch; None where the weights are somebody's. ``notes`` say what differs from what was named."""
 
     title: str
     model: nn.Module
     batch: dict[str, Any]
     renew: Callable[[int], dict[str, Any]] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,7 @@ def find(request: Request, *, weights: bool) -> Subject:
     if ":" in request.name:
         return _from_callable(request)
     raise SettingsError(
-        f"no model {request.name!r}",
+        f"no model {request.name!r}" + (": there is no such folder" if len(folder.parts) > 1 else ""),
         hint=f"a preset ({', '.join(PRESETS)}), a folder with a config.json, or module:callable",
     )
 
@@ -198,7 +205,10 @@ def _from_folder(request: Request, folder: Path, *, weights: bool) -> Subject:
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: request.layers]
     saved = str(getattr(config, "dtype", None) or "f32").removeprefix("torch.")
-    return _causal(request, config, (512, 1, saved), weights=weights)
+    cached = bool(getattr(text, "use_cache", False))
+    text.use_cache = False
+    found = _causal(request, config, (512, 1, saved), weights=weights)
+    return replace(found, notes=(CACHE_OFF,)) if cached else found
 
 
 def _from_callable(request: Request) -> Subject:
@@ -240,4 +250,5 @@ def _transformers() -> Any:
         raise UnsupportedError(
             "this model is built with transformers, which is not installed", hint="pip install 'codetta[hf]'"
         ) from None
+    ignore_warning_loggers()  # what it finds is there only once transformers is
     return transformers

@@ -227,7 +227,7 @@ def _judge(subject: Subject, errors: dict[tuple[str, str], list[Errors]], seeds:
         bar,
         tuple(tensors),
         (*problems, *([together] if together else [])),
-        (note,) if note else (),
+        (*subject.notes, *([note] if note else [])),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -27,4 +28,4 @@ def explain(
     with errors.status("tracing"):
         subject = find(Request(model, layers, tokens, batch, dtype), weights=False)
         found = explain_model(subject.model, options={"memory": memory}, title=subject.title, **subject.batch)
-    show(found, as_json=json)
+    show(replace(found, notes=(*subject.notes, *found.notes)), as_json=json)
