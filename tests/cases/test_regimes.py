@@ -69,8 +69,8 @@ def test_counts_of_a_block(dtype, biased):
     """One graph serves all layers. A block alone has 4 GEMMs forward, each with an epilogue; 1 leftover, its first
     norm's statistic and gain, since no GEMM of its own made the stream; 1 finalize, the second norm's statistic.
     Backward 8 GEMMs, of which 3 data gradients have an epilogue (down's, gate_up's, qkv's); 1 leftover, which rotates
-    dqkv back; 3 finalizes, two gains and a row statistic. Biases add a finalize each, qkv's, o's, gate_up's, down's, and
-    a leftover, since down's is the sum of an incoming gradient, which no GEMM of the block makes."""
+    dqkv back; 3 finalizes, two gains and a row statistic. Biases add a finalize each, qkv's, o's, gate_up's, down's,
+    and a leftover, since down's is the sum of an incoming gradient, which no GEMM of the block makes."""
     model = by_layer(llama(3, dtype, attention_bias=biased, mlp_bias=biased))
     found = graphs_of(model)
     assert len(found) == 1

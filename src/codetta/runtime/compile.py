@@ -99,6 +99,13 @@ class Segment:
         return self._reached[given]
 
     @cached_property
+    def constant(self) -> tuple[int, ...]:
+        """The positions of results that no gradient reaches, as they depend on no input that wants one."""
+        names = [name for name, _ in self.graph.outputs]
+        live = [name in self.floats and not self.reached((name,)).isdisjoint(self.wrt) for name in names]
+        return tuple(i for i, name in enumerate(self.results) if i >= len(names) or not live[i])
+
+    @cached_property
     def row_input(self) -> int:
         """The position of an input whose first dimension is the token count."""
         types = {str(n.attrs[0]): n.type for n in self.graph.inputs}

@@ -80,6 +80,7 @@ def _hold(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> N
     xs, ctx.key = inputs
     segment = segment_of(ctx.key)
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(output[i] for i in segment.constant))
     if segment.wrt:
         kept_inputs, kept_results = segment.kept
         ctx.rows = xs[segment.row_input].shape[0]
