@@ -30,10 +30,12 @@ BARS = {torch.float32: Bar(units=8, mean=1.1), torch.float64: Bar(units=4096, me
 
 @dataclass(frozen=True)
 class Run:
-    """What one call gave: outputs in order, and the gradient of each parameter and input that asked for one."""
+    """What one call gave: outputs in order, and the gradient of each parameter and input that asked for one; which of
+    the outputs can be differentiated."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
+    differentiable: list[bool]
 
 
 def fresh(module: nn.Module, seed: int) -> None:
@@ -133,12 +135,14 @@ def run(
     gradients: Sequence[Tensor | None] = [None] * len(wanted)
     if ends and wanted:
         gradients = torch.autograd.grad(ends, list(wanted.values()), cotangents, allow_unused=True)
-    return Run([x.detach() for x in outputs], dict(zip(wanted, gradients, strict=True)))
+    live = [x.requires_grad for x in outputs]
+    return Run([x.detach() for x in outputs], dict(zip(wanted, gradients, strict=True)), live)
 
 
 def compare(ours: Run, eager: Run, reference: Run) -> dict[str, Errors]:
     """The errors of every output and gradient; shapes, dtypes and what has no gradient must be eager's."""
     assert [(x.shape, x.dtype) for x in ours.outputs] == [(x.shape, x.dtype) for x in eager.outputs]
+    assert ours.differentiable == eager.differentiable
     outputs = zip(ours.outputs, eager.outputs, reference.outputs, strict=True)
     found = {f"output {i}": errors(*xs) for i, xs in enumerate(outputs)}
     for name, e in eager.gradients.items():

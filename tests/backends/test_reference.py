@@ -28,6 +28,7 @@ from codetta.ir.build import (
     part,
     parts,
     reduce,
+    sum_col,
     sum_row,
 )
 from codetta.ir.graph import Graph
@@ -92,6 +93,17 @@ def test_parts_of_a_logsumexp(cols: int):
     found = partials(total, v)
     assert found.shape == (5, -(-cols // TILE_N))
     torch.testing.assert_close(fold(total, found), v.logsumexp(1), rtol=1e-14, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_parts_of_a_narrow_tile_are_float32(dtype: DType):
+    """A bias gradient behind attention: the sum over rows of what came in."""
+    graph = graph_of(sum_col(input_("x", tile(3, dtype))), sum_row(input_("x", tile(3, dtype))))
+    x = numbers(1000, 3).abs().to(TORCH[dtype])
+    out = drive.run(plan_inference(graph), {"x": x}, 1000)
+    for got, want in ((out["y0"], x.double().sum(0)), (out["y1"], x.double().sum(1))):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ def eager_bytes(gm: GraphModule, capture: Capture, index: int) -> tuple[int, int
     region, sources = _region(gm, capture, index)
     leaves = [_meta(n) for n in sources]
     # from inputs that are no leaves, in-place operators and views work as inside of a model
-    inputs = [x.view_as(x) if x.is_floating_point() else x for x in leaves]
+    inputs = [x.view_as(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
     tokens = _tokens(segment, sources)
     with _Count(tokens) as forward:
         outputs = [y for y in region(*inputs) if isinstance(y, Tensor) and y.requires_grad]
-    wanted = [x for x in leaves if x.requires_grad]
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     if not outputs or not wanted:
         return forward.bytes, 0
     cotangents = [torch.empty_like(y) for y in outputs]

@@ -95,7 +95,8 @@ class Segment:
         """The inputs on which these outputs depend: another input's gradient is None, not zero, as in PyTorch."""
         if given not in self._reached:
             roots = [n for name, n in self.graph.outputs if name in given]
-            self._reached[given] = {str(n.attrs[0]) for n in postorder(roots) if n.op is ops.INPUT}
+            nodes = postorder(roots, lambda n: not n.type.dtype.is_float)  # no gradient passes a comparison
+            self._reached[given] = {str(n.attrs[0]) for n in nodes if n.op is ops.INPUT}
         return self._reached[given]
 
     @cached_property
