@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from codetta.backends.reference.evaluate import TORCH
-from codetta.backends.reference.execute import compile_body, contract
+from codetta.backends.reference.evaluate import TORCH, contract
+from codetta.backends.reference.execute import compile_body
 from codetta.backends.reference.tiles import fold
 from codetta.core.node import Node, substitute
 from codetta.core.types import ROWS, Kind, Sym, tile

@@ -7,7 +7,7 @@ Between maps a Tile may also be seen in groups, (M, G, I): lanes of heads then n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -269,11 +269,29 @@ def _select(n: Node, x: Tensor, index: Tensor) -> Tensor:
     return torch.where(inside, found, 0).to(TORCH[n.type.dtype])
 
 
-def contract(form: str, a: Tensor, b: Tensor) -> Tensor:
-    """The GEMM of a form, operands widened so that it accumulates in the compute dtype."""
-    wide = TORCH[compute_dtype(DTYPE_OF[a.dtype])]
-    a, b = flat(a).to(wide), flat(b).to(wide)
-    return a @ b.T if form == "nt" else a @ b if form == "nn" else a.T @ b
+def contract(form: str, a: Tensor, b: Sequence[Tensor]) -> Tensor:
+    """The GEMM of a form, operands widened so that it accumulates in the compute dtype; ``b`` are stacked weights."""
+    wide = a.dtype if a.dtype == torch.float64 else torch.float32
+    a, parts = a.to(wide), [w.to(wide) for w in b]
+    if form == "tn":
+        return a.T @ parts[0]
+    if len(parts) == 1:
+        return a @ parts[0].T if form == "nt" else a @ parts[0]
+    if form == "nt":
+        out = a.new_empty(a.shape[0], sum(w.shape[0] for w in parts))
+        start = 0
+        for w in parts:
+            torch.mm(a, w.T, out=out[:, start : start + w.shape[0]])
+            start += w.shape[0]
+        return out
+    total, start = None, 0
+    for w in parts:
+        columns = a[:, start : start + w.shape[0]]
+        total = columns @ w if total is None else torch.addmm(total, columns, w, out=total)
+        start += w.shape[0]
+    if total is None:
+        raise PlanError("a GEMM without a second operand")
+    return total
 
 
 EVAL: dict[Op, Meaning] = {
@@ -321,7 +339,7 @@ EVAL: dict[Op, Meaning] = {
     ops.REDUCE: whole(_reduce),
     ops.LSE: whole(lambda n, x: torch.logsumexp(flat(x).to(TORCH[n.type.dtype]), 1)),
     ops.SELECT: whole(_select),
-    ops.MATMUL: whole(lambda n, a, b: contract(n.attrs[0], a, b)),
+    ops.MATMUL: whole(lambda n, a, b: contract(n.attrs[0], a, [b])),
 }
 
 

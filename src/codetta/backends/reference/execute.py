@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from codetta.backends.reference.evaluate import EVAL, Value, as_tensor, expand_to, leaf
+from codetta.backends.reference.evaluate import EVAL, Value, as_tensor, contract, expand_to, leaf
 from codetta.backends.reference.tiles import fold, partials
 from codetta.core.node import Node, Op, postorder
 from codetta.core.types import Kind
-from codetta.errors import PlanError
 from codetta.ir import ops
 from codetta.ir.program import Program
 from codetta.partition.plan import Plan, Step, partial_outputs
@@ -113,31 +112,6 @@ def _instruction(n: Node, args: list[int], in_parts: bool) -> Callable[[list[Val
 
 def _device(slots: list[Value]) -> torch.device:
     return next((v.device for v in slots if isinstance(v, Tensor)), torch.device("cpu"))
-
-
-def contract(form: str, a: Tensor, b: Sequence[Tensor]) -> Tensor:
-    """The GEMM of a form, operands widened so that it accumulates in the compute dtype; ``b`` are stacked weights."""
-    wide = a.dtype if a.dtype == torch.float64 else torch.float32
-    a, parts = a.to(wide), [w.to(wide) for w in b]
-    if form == "tn":
-        return a.T @ parts[0]
-    if len(parts) == 1:
-        return a @ parts[0].T if form == "nt" else a @ parts[0]
-    if form == "nt":
-        out = a.new_empty(a.shape[0], sum(w.shape[0] for w in parts))
-        start = 0
-        for w in parts:
-            torch.mm(a, w.T, out=out[:, start : start + w.shape[0]])
-            start += w.shape[0]
-        return out
-    total, start = None, 0
-    for w in parts:
-        columns = a[:, start : start + w.shape[0]]
-        total = columns @ w if total is None else torch.addmm(total, columns, w, out=total)
-        start += w.shape[0]
-    if total is None:
-        raise PlanError("a GEMM without a second operand")
-    return total
 
 
 class Executable:
