@@ -339,7 +339,7 @@ EVAL: dict[Op, Meaning] = {
     ops.REDUCE: whole(_reduce),
     ops.LSE: whole(lambda n, x: torch.logsumexp(flat(x).to(TORCH[n.type.dtype]), 1)),
     ops.SELECT: whole(_select),
-    ops.MATMUL: whole(lambda n, a, b: contract(n.attrs[0], a, [b])),
+    ops.MATMUL: whole(lambda n, a, b: contract(n.attrs[0], flat(a), [flat(b)])),
 }
 
 
