@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import mirror
+from codetta.backends.base import Backend
 from codetta.backends.reference.evaluate import TORCH
 from codetta.backends.reference.execute import Executable
 from codetta.core.types import DTYPES
@@ -16,20 +17,24 @@ from codetta.partition.plan import Plan
 from codetta.partition.training import TrainingPlan
 
 
-def run(plan: Plan, feed: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+def run(plan: Plan, feed: Mapping[str, Tensor], rows: int, backend: Backend = Executable) -> dict[str, Tensor]:
     """The outputs of a plan by name, views taken."""
-    buffers = Executable(plan).run({n: feed[n] for n in plan.inputs}, rows)
+    buffers = backend(plan).run({n: feed[n] for n in plan.inputs}, rows)
     views = {name: (buffers[v.buffer], v.rows) for name, v in plan.outputs}
     return {name: t[slice(*r)] if r else t for name, (t, r) in views.items()}
 
 
 def train(
-    plan: TrainingPlan, feed: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], rows: int
+    plan: TrainingPlan,
+    feed: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
+    rows: int,
+    backend: Backend = Executable,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Forward's outputs, and the gradients by the inputs' names; cotangents are named after their outputs."""
-    out = run(plan.forward, feed, rows)
+    out = run(plan.forward, feed, rows, backend)
     memory = {**feed, **{f"d_{n}": g for n, g in cotangents.items()}, **{name: out[o] for name, o in plan.saved}}
-    found = run(plan.backward, memory, rows)
+    found = run(plan.backward, memory, rows, backend)
     return out, {n.removeprefix("d_"): g for n, g in found.items()}
 
 

@@ -1,6 +1,7 @@
 """Environment variables: what they mean, and that a bad value is refused."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,24 @@ def test_log_level(monkeypatch):
     assert settings.log_level() == logging.WARNING
     monkeypatch.setenv("CODETTA_LOG", "debug")
     assert settings.log_level() == logging.DEBUG
+
+
+@pytest.mark.parametrize(
+    "given, xdg, path",
+    [
+        ("/a/b", "/x", "/a/b"),
+        ("~/b", None, "{home}/b"),
+        ("", "/x", "/x/codetta"),
+        (None, None, "{home}/.cache/codetta"),
+        (None, "relative", "{home}/.cache/codetta"),
+    ],
+)
+def test_cache_dir(monkeypatch, given, xdg, path):
+    for name, value in (("CODETTA_CACHE_DIR", given), ("XDG_CACHE_HOME", xdg)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert settings.cache_dir() == Path(path.format(home=Path.home()))
 
 
 @pytest.mark.parametrize(

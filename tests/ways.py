@@ -21,6 +21,7 @@ from codetta.testing import Bar, Errors, pooled, relative_error
 
 Draw = Callable[[torch.Generator], Sequence[Tensor]]
 SEEDS = 5
+DEVICE = "cpu"  # the tests of kernels set it: modules and what is drawn for them are then moved there
 
 # In float32 what differs is the order in which a GEMM sums, which changes with the number of threads and the shapes of
 # its operands: of equally good orders, one had 1.9 times another's error. A term left out is off by 1e-3 at the least.
@@ -58,9 +59,17 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Draw:
 
 
 def compiled(f: Callable[..., object], **options: object) -> Callable[..., object]:
-    """``f`` through codetta, in one graph, with nothing left over from an earlier compilation."""
+    """``f`` through codetta, in one graph, with nothing left over from an earlier compilation. What is no segment runs
+    in eager PyTorch on every device, unless ``inner`` says otherwise: Inductor takes seconds a graph."""
     torch._dynamo.reset()
+    if DEVICE != "cpu":
+        options = {"inner": "eager", "kernels": kernels(), **options}
     return torch.compile(f, backend="codetta", fullgraph=True, options=options or None)
+
+
+def kernels() -> str:
+    """Where segments run: on a GPU on kernels, or it is an error; on a CPU as usual."""
+    return "auto" if DEVICE == "cpu" else "hopper"
 
 
 def agree(
@@ -79,12 +88,12 @@ def agree(
     ``wide`` is the module for float64, by default a copy; ``prepare`` gives the module the weights of a seed;
     ``upstream`` are the incoming gradients, by default random. The forward plans must have ``gemms`` GEMMs, by default
     any: an empty capture would agree with everything."""
-    ours = compiled(module, **options)
+    ours = compiled(module.to(DEVICE), **options)
     errors: dict[str, list[Errors]] = {}
     with recording() as found, unwritten_memory_is_nan():
         for seed in range(seeds):
             prepare(module, seed)
-            inputs = list(draw(torch.Generator().manual_seed(seed)))
+            inputs = [placed(x) for x in draw(torch.Generator().manual_seed(seed))]
             oracle = copy.deepcopy(module).double() if wide is None else _as_wide(wide, module)
             reference = run(oracle, [_double(x) for x in inputs], oracle, seed, upstream)
             mine, eager = (run(f, inputs, module, seed, upstream) for f in (ours, module))
@@ -115,7 +124,9 @@ def whole_model_agrees(model: nn.Module, batch: Mapping[str, object], seeds: int
     """Compare a model of somebody else's with its captured graph in float64 and with eager."""
     torch._dynamo.reset()
     bar = BARS.get(next(model.parameters()).dtype, Bar())
-    found = check(Subject(type(model).__name__, model, dict(batch)), seeds=seeds, options=options, bar=bar)
+    there = {name: placed(x) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    subject = Subject(type(model).__name__, model.to(DEVICE), there)
+    found = check(subject, seeds=seeds, options={"kernels": kernels(), **options}, bar=bar)
     assert found.tensors
     assert not found.problems, "\n".join(found.problems)
 
@@ -131,7 +142,7 @@ def run(
     ends = [x for x in outputs if x.requires_grad]
     generator = torch.Generator().manual_seed(seed)
     given = upstream or [torch.randn(x.shape, generator=generator).bfloat16() for x in ends]
-    cotangents = [g.to(x.dtype) for g, x in zip(given, ends, strict=True)]
+    cotangents = [g.to(x.device, x.dtype) for g, x in zip(given, ends, strict=True)]
     gradients: Sequence[Tensor | None] = [None] * len(wanted)
     if ends and wanted:
         gradients = torch.autograd.grad(ends, list(wanted.values()), cotangents, allow_unused=True)
@@ -172,14 +183,24 @@ def _double(x: Tensor) -> Tensor:
 
 def _as_wide(wide: nn.Module, module: nn.Module) -> nn.Module:
     wide.load_state_dict(module.state_dict())
-    return wide.double()
+    return wide.to(DEVICE).double()
+
+
+def placed(x: Tensor) -> Tensor:
+    """A tensor on the device under test: its strides and its place in a larger memory are kept."""
+    if x.device.type == torch.device(DEVICE).type:
+        return x
+    memory = x.detach().untyped_storage().to(device=torch.device(DEVICE))
+    there = torch.empty(0, dtype=x.dtype, device=DEVICE)
+    return there.set_(memory, x.storage_offset(), x.shape, x.stride()).requires_grad_(x.requires_grad)
 
 
 @contextmanager
 def unwritten_memory_is_nan() -> Iterator[None]:
-    """Fresh memory holds NaN, so that a value which is never written shows."""
+    """Fresh memory holds NaN, so that a value which is never written shows. On a GPU the kernels' own memory is filled
+    by tests/gpu; PyTorch's switch would refuse operators there that are none of ours."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(DEVICE == "cpu")
     try:
         yield
     finally:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from codetta.lang.trace import epilogue as epilogue
     from codetta.lang.trace import finalize as finalize
     from codetta.lang.trace import leftover as leftover
+    from codetta.runtime.pack import pack_ as pack_
 
     # fmt: off
     # isort: off
@@ -95,6 +96,7 @@ _EXPORTS = {
     "codetta.lang.sizes": ("with_sizes",),
     "codetta.lang.source": ("parse_program", "program_text"),
     "codetta.lang.trace": ("Epilogue", "epilogue", "finalize", "leftover"),
+    "codetta.runtime.pack": ("pack_",),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 

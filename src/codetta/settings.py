@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 from typing import TypeVar
 
 from codetta.errors import SettingsError
@@ -30,6 +31,15 @@ def verify_ir() -> bool:
 def log_level() -> int:
     """The level of the ``codetta`` logger that ``CODETTA_LOG`` asks for; warnings and worse by default."""
     return _choice("CODETTA_LOG", _LEVELS, default=logging.WARNING)
+
+
+def cache_dir() -> Path:
+    """Where codetta keeps what it compiled: ``CODETTA_CACHE_DIR``, by default ``codetta`` in the user's cache."""
+    given = os.environ.get("CODETTA_CACHE_DIR", "").strip()
+    if given:
+        return Path(given).expanduser().absolute()
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # relative paths there are to be ignored, says its specification
+    return (base if base.is_absolute() else Path.home() / ".cache") / "codetta"
 
 
 def _choice(name: str, choices: dict[str, T], *, default: T) -> T:

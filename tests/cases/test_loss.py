@@ -112,6 +112,26 @@ def test_all_targets_ignored(reduction):
     assert found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_no_tokens(shape, reduction, dtype):
+    """C13: a loss over no tokens: NaN, 0 or empty, as PyTorch gives it, and zero gradients of the right dtype."""
+    module = Head(bias=True, reduction=reduction).to(dtype)
+    fresh(module, 0)
+    x = torch.empty(*shape, 24, dtype=dtype, requires_grad=True)
+    targets = torch.empty(shape, dtype=torch.long)
+    expected = module(x, targets)
+    with recording() as found:
+        loss = compiled(module)(x, targets)
+    assert counts(forward_plans(found))["gemms"] == 1
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    loss.sum().backward()
+    for name, p in [("x", x), *module.named_parameters()]:
+        assert (p.grad.shape, p.grad.dtype) == (p.shape, dtype), name
+        assert not p.grad.any(), name
+
+
 @pytest.mark.parametrize("vocabulary", [129, 257, 1001, 129_920])
 def test_vocabulary_that_is_no_multiple_of_a_tile(vocabulary):
     """C21: logits near -100. A log-probability is never above 0, and the columns that fill up the last tile take no

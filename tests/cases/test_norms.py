@@ -207,6 +207,49 @@ def test_gain_of_another_dtype(norm, activation, gain, result):
     assert found[0].capture.segments
 
 
+class Stream(nn.Module):
+    """A residual stream that passes two norms and a SwiGLU, as between two attentions, under autocast or not."""
+
+    def __init__(self, narrow: bool) -> None:
+        super().__init__()
+        self.narrow = narrow
+        self.o, self.qkv = nn.Linear(40, 40, bias=False), nn.Linear(40, 56, bias=False)
+        self.norms, self.glu = nn.ModuleList([Llama(40), Llama(40)]), Gated(96, 40)
+
+    def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.narrow):
+            stream = stream + self.o(x)
+            h = self.norms[0](stream)
+            stream = stream + self.glu.down(functional.silu(self.glu.gate(h)) * self.glu.up(h))
+            return stream, self.qkv(self.norms[1](stream))
+
+
+def test_stream_of_autocast_is_float32():
+    """C04, C23: under autocast the residual stream and its gradient are float32, also where they are stored between
+    two GEMMs; only the GEMMs' operands are bfloat16. A stream far larger than what is added to it shows it."""
+    found = agree(Stream(True), pair(48, 40, 40, scale=30.0), wide=Stream(False), gemms=4)
+    assert f32 in [t.dtype for t in saved_types(found) if t.cols == 40]
+
+
+def test_float32_behind_a_bfloat16_gemm():
+    """C04: a float32 norm and head behind a bfloat16 GEMM. The head's operand and the gradient of its output are
+    float32: where the GEMM before it is exact, so is the result."""
+
+    class Widened(Between):
+        def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            x = residual + self.a(x)
+            return x, self.b(self.norm(wide(x)))
+
+    def exact(m: nn.Module, seed: int) -> None:
+        fresh(m, seed)
+        with torch.no_grad():
+            m.a.weight.zero_()
+
+    module = Widened(40)
+    module.a.bfloat16()
+    agree(module, pair(48, 24, 40, torch.bfloat16), prepare=exact, gemms=2)
+
+
 @pytest.mark.parametrize("place", ["between", "before"])
 def test_saved_row_statistic_is_float32(place):
     """C05: bfloat16 at hidden 4096. What is kept of a row is float32, and dx is as near to float64 as eager's."""
@@ -415,6 +458,28 @@ def test_activations_far_from_zero(name, dtype):
         return [torch.stack([points, points.flip(0)]).to(dtype).requires_grad_()]
 
     agree(Activated().to(dtype), draw, prepare=identity, seeds=1, gemms=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "mean",
+    [
+        0.0,
+        2.0,
+        pytest.param(
+            300.0,
+            marks=pytest.mark.xfail(reason="the shift leaves through the GEMM: what is stored still has the mean"),
+        ),
+    ],
+)
+def test_layer_norm_far_from_zero(mean, dtype):
+    """C05 for LayerNorm: rows whose mean is far above their spread."""
+
+    def shifted(generator: torch.Generator) -> list[Tensor]:
+        x, residual = pair(48, 24, 40)(generator)
+        return [x.to(dtype).detach().requires_grad_(), (residual + mean).to(dtype).detach().requires_grad_()]
+
+    agree(Between(40, Layer).to(dtype), shifted, gemms=2)
 
 
 @pytest.mark.parametrize("norm", RMS_NORMS)

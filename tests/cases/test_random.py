@@ -282,12 +282,12 @@ def holds(seed: int) -> None:
         a = ours.gradients[name]
         assert (a is None) == (b is None), name
         if a is not None and b is not None:
-            size = max(b.norm().item(), 1e-12)  # a gradient that cancels to nothing has no relative error
-            assert ((a - b).norm().item() / size) < BOUND, name
+            size = max(b.norm().item(), 1e-6)  # a gradient that cancels to nothing has no relative error
+            assert (a - b).norm().item() < BOUND * size, name
 
 
 @given(st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_random_modules(seed):
     """C34: any DAG of linears, norms, elementwise maps, pairs and residuals, with inputs of two and three dimensions:
     it compiles, forward and gradients equal float64, nothing depends on a model's name."""

@@ -15,13 +15,21 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from codetta.backends.hopper import support
 from codetta.backends.reference.execute import Executable
 from codetta.capture import backend as entry
 from codetta.capture.backend import CapturedGraph, backend, captured, recording
 from codetta.capture.options import BackendOptions
 from codetta.errors import SettingsError
 from codetta.testing import relative_error
-from ways import backward_plans, compiled, counts, data_gradients_with_epilogue, forward_plans, llama
+from ways import (
+    backward_plans,
+    compiled,
+    counts,
+    data_gradients_with_epilogue,
+    forward_plans,
+    llama,
+)
 
 # Dynamo looks at the gradient of what goes into a block, and PyTorch warns it; it catches the warning, not an error
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -262,7 +270,8 @@ WRONG = {
     "logits": ("sometimes", "'auto', 'always', 'never'"),
     "memory": ("small", "'fast', 'balanced', 'lean'"),
     "inner": ("triton", "'auto', 'eager', 'aot_eager', 'inductor'"),
-    "kernels": ("cublas", "'auto', 'reference'"),
+    "kernels": ("cublas", "'auto', 'hopper', 'reference'"),
+    "pack": ("never", "'auto', True, False"),
     "prove_masks": ("no", "True, False"),
     "rewrite": ("yes", "True, False"),
     "widen": (None, "True, False"),
@@ -354,8 +363,10 @@ def test_gpu_without_kernels(monkeypatch):
 
     monkeypatch.setattr(entry, "_device", lambda example_inputs: "cuda")
     monkeypatch.setattr(entry, "lookup_backend", lookup)
+    monkeypatch.setattr(entry, "_TOLD", set())
+    monkeypatch.setattr(support, "why_not", lambda device=None: "it is too old")
     module, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with recording() as found, pytest.warns(UserWarning, match="no kernels for this GPU.*Inductor unchanged"):
+    with recording() as found, pytest.warns(UserWarning, match="no kernels for this GPU: it is too old.*unchanged"):
         y = compiled(module)(x)
     torch.testing.assert_close(y, module(x))
     assert found == []

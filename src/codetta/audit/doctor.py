@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import codetta
-from codetta.backends import BACKENDS
+from codetta import settings
+from codetta.backends.hopper.support import PINS, no_device, why_not, why_not_installed, why_not_version
 
 # What codetta runs on, and the extra that asks for it; what it asks for is in the package's own metadata.
 PACKAGES = (
@@ -27,6 +28,7 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
     "apache-tvm-ffi",
     "torch-c-dlpack-ext",
+    "cloudpickle",
     "triton",
     "matplotlib",
 )
@@ -46,10 +48,29 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU: its name and compute capability."""
+    """A GPU: its name and compute capability, and why kernels do not run there (empty: they do)."""
 
     name: str
     capability: str
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """An installed package (vLLM, FlashInfer, ...) whose own metadata does not allow the version that kernels need."""
+
+    package: str
+    asks_for: str
+    kernels_need: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Where compiled kernels are kept, and how much there is."""
+
+    path: str
+    files: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +91,8 @@ class Diagnosis:
     system: str
     cores: int
     packages: tuple[Package, ...]
+    conflicts: tuple[Conflict, ...]
+    cache: Cache
     gpus: tuple[Device, ...]
     no_gpu: str
     targets: tuple[Target, ...]
@@ -84,12 +107,22 @@ class Diagnosis:
             packages.add_row(
                 p.name, p.version or "absent", p.wanted or "any", p.extra, f"[red]{escape(p.problem)}[/red]"
             )
+        conflicts = [
+            f"[red]{escape(c.package)} asks for {escape(c.asks_for)}, the kernels need {escape(c.kernels_need)}[/red]"
+            for c in self.conflicts
+        ]
+        cache = f"kernel cache: {escape(self.cache.path)}, {self.cache.files} files, {self.cache.bytes / 1e6:.1f} MB"
         targets = Table("runs", "what", "why", box=None, pad_edge=False)
         for t in self.targets:
             targets.add_row("[green]yes[/green]" if t.runs else "[red]no[/red]", t.name, escape(t.reason))
-        devices = [f"GPU: {d.name}, capability {d.capability}" for d in self.gpus] or [f"no GPU: {self.no_gpu}"]
+        devices = [_line(d) for d in self.gpus] or [f"no GPU: {self.no_gpu}"]
         head = f"codetta {self.codetta} on Python {self.python}, {self.system}, {self.cores} cores"
-        return Group(head, *devices, "", packages, "", targets)
+        return Group(head, *devices, cache, "", packages, *conflicts, "", targets)
+
+
+def _line(d: Device) -> str:
+    runs = f"no kernels: {d.why_not}" if d.why_not else "kernels run"
+    return escape(f"GPU: {d.name}, capability {d.capability}, {runs}")
 
 
 def diagnose() -> Diagnosis:
@@ -101,33 +134,12 @@ def diagnose() -> Diagnosis:
         system=f"{platform.system()} {platform.machine()}",
         cores=os.cpu_count() or 1,
         packages=tuple(_package(name) for name in PACKAGES),
+        conflicts=tuple(_conflicts()),
+        cache=_cache(),
         gpus=gpus,
         no_gpu=no_gpu,
         targets=tuple(_targets(gpus)),
     )
-
-
-def why_not_version(version: str, wanted: str) -> str | None:
-    """The reason a version is none of those wanted (``>=2.11,<2.15``), or None."""
-    ask = {
-        "==": lambda a, b: a == b,
-        ">=": lambda a, b: a >= b,
-        "<=": lambda a, b: a <= b,
-        "<": lambda a, b: a < b,
-        ">": lambda a, b: a > b,
-    }
-    for term in filter(None, (t.strip() for t in wanted.split(","))):
-        match = re.fullmatch(r"(==|>=|<=|<|>)\s*([\w.]+)", term)
-        if match is not None and not ask[match[1]](_key(version), _key(match[2])):
-            return f"{version} is not {term}"
-    return None
-
-
-def _key(version: str) -> tuple[int, ...]:
-    """A version's numbers: ``2.13.0+cpu`` is (2, 13, 0); ``.post2`` and the like are the fourth."""
-    public = version.partition("+")[0]
-    numbers = [int(n) for n in re.findall(r"\d+", public)][:4]
-    return tuple(numbers + [0] * (4 - len(numbers)))
 
 
 def _package(name: str) -> Package:
@@ -141,37 +153,56 @@ def _package(name: str) -> Package:
 
 def _requirement(name: str) -> tuple[str, str]:
     """The version that codetta's metadata asks of a distribution and the extra that asks; the first that says one."""
-    found: list[tuple[str, str]] = []
     try:
         lines = metadata.requires("codetta") or []
-    except metadata.PackageNotFoundError:
-        lines = []
-    for line in lines:
-        requirement, _, marker = line.partition(";")
-        match = re.match(r"([\w.-]+)(\[[^]]*\])?\s*(.*)", requirement.strip())
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
-        if match is not None and match[1].replace("_", "-").lower() == name:
-            found.append((match[3].strip(" ()"), extra[1] if extra else ""))
+    except metadata.PackageNotFoundError:  # a source tree
+        lines = [f"{p.name}{p.versions}; extra == 'hopper'" for p in PINS]
+    found = [(versions, extra) for asked, versions, extra in map(_parsed, lines) if asked == name]
     users = [f for f in found if f[1] != "dev"] or found
     return next((f for f in users if f[0]), users[0] if users else ("", ""))
 
 
+def _parsed(line: str) -> tuple[str, str, str]:
+    """A line of a distribution's requirements: name, versions, extra."""
+    requirement, _, marker = line.partition(";")
+    match = re.match(r"([\w.-]+)\s*(\[[^]]*\])?\s*(.*)", requirement.strip())
+    extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
+    name, versions = (match[1], match[3].strip(" ()")) if match is not None else ("", "")
+    return re.sub(r"[-_.]+", "-", name).lower(), versions, extra[1] if extra else ""
+
+
+def _conflicts() -> Iterable[Conflict]:
+    """What other installed packages ask of the pinned ones and the pins do not satisfy."""
+    pinned = {p.name: p.versions.removeprefix("==") for p in PINS if p.versions.startswith("==")}
+    for other in sorted(metadata.distributions(), key=lambda d: str(d.name).lower()):
+        for name, versions, extra in map(_parsed, other.requires or ()):
+            if name in pinned and not extra and why_not_version(pinned[name], versions) is not None:
+                yield Conflict(f"{other.name} {other.version}", f"{name}{versions}", f"{name}=={pinned[name]}")
+
+
+def _cache() -> Cache:
+    folder = settings.cache_dir()
+    sizes = [f.stat().st_size for f in folder.rglob("*") if f.is_file()]
+    return Cache(str(folder), len(sizes), sum(sizes))
+
+
 def _gpus() -> tuple[tuple[Device, ...], str]:
-    if torch.cuda.is_available():
-        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return tuple(Device(p.name, f"{p.major}.{p.minor}") for p in properties), ""
-    if torch.version.cuda is None:
-        return (), f"PyTorch {torch.__version__} is built without CUDA"
-    return (), "PyTorch sees no CUDA device: no GPU, no driver, or it is hidden from this process"
+    if not torch.cuda.is_available():
+        return (), no_device()
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(Device(p.name, f"{p.major}.{p.minor}", why_not(i) or "") for i, p in enumerate(properties)), ""
 
 
-def _targets(gpus: Iterable[Device]) -> Iterable[Target]:
+def _targets(gpus: Sequence[Device]) -> Iterable[Target]:
     yield Target("reference backend", True, "plain PyTorch, on the CPU by default; it defines what every program means")
-    if "hopper" not in BACKENDS:
-        missing = "kernels for Hopper GPUs are not part of this version; installing codetta[hopper] does not add them"
-        yield Target("hopper backend", False, missing)
-    if gpus:
-        reason = "models on the GPU: the original graph goes to Inductor, since codetta has no kernels for it yet"
+    runs = [d.name for d in gpus if not d.why_not]
+    reasons = list(dict.fromkeys(d.why_not for d in gpus if d.why_not)) or [no_device()]
+    if not gpus and (missing := why_not_installed()) is not None:
+        reasons.append(missing)
+    yield Target("hopper backend", bool(runs), f"kernels on {', '.join(runs)}" if runs else "; ".join(reasons))
+    others = list(dict.fromkeys(d.name for d in gpus if d.why_not))
+    if others:
+        reason = f"models on {', '.join(others)}: the original graph goes to Inductor, since kernels do not run there"
         yield Target("Inductor on the GPU", True, reason)
     have = _package("transformers").version is not None
     presets = "transformers is installed" if have else "pip install 'codetta[hf]'"

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from codetta.backends.base import Backend
-from codetta.backends.reference.execute import Executable
-from codetta.errors import SettingsError
+import importlib
+from collections.abc import Iterable
 
-BACKENDS: dict[str, Backend] = {"reference": Executable}
+from codetta.backends.base import Backend
+from codetta.errors import SettingsError
+from codetta.partition.plan import Plan
+
+# Where each backend's Executable lives. It is imported when it is asked for: kernels need packages that few have.
+BACKENDS = {
+    "reference": "codetta.backends.reference.execute",
+    "hopper": "codetta.backends.hopper.execute",
+}
 
 
 def get_backend(name: str) -> Backend:
     """The backend of that name; SettingsError names those there are."""
     if name not in BACKENDS:
         raise SettingsError(f"no backend {name!r}", hint=f"there are: {', '.join(sorted(BACKENDS))}")
-    return BACKENDS[name]
+    backend: Backend = importlib.import_module(BACKENDS[name]).Executable
+    return backend
+
+
+def prepare(name: str, plans: Iterable[Plan], *, batch_invariant: bool = False) -> None:
+    """Compile what these plans will need, side by side, before any of them runs."""
+    if name == "hopper":
+        build = importlib.import_module("codetta.backends.hopper.build")
+        build.compile_all(build.jobs_of(plans, batch_invariant))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -19,4 +19,9 @@ class Runnable(Protocol):
         ...
 
 
-Backend = Callable[[Plan], Runnable]
+class Backend(Protocol):
+    """Makes plans ready to run."""
+
+    def __call__(self, plan: Plan, *, batch_invariant: bool = False) -> Runnable:
+        """``batch_invariant``: the bits of a row do not depend on how many rows there are."""
+        ...

@@ -16,6 +16,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
 from codetta import settings
+from codetta.backends import prepare
+from codetta.capture.kernels import pack_stacks, target
 from codetta.capture.logits import THROUGH, NoLogits, logits_outputs, outputs_of, without_outputs
 from codetta.capture.mask import make_attention_causal
 from codetta.capture.normalise import ignore_warning_loggers, normalise
@@ -25,6 +27,7 @@ from codetta.capture.splice import splice
 from codetta.capture.wide import double_precision, widened
 from codetta.errors import CaptureError
 from codetta.ir.graph import Graph
+from codetta.partition.plan import Plan
 from codetta.runtime import library, registry
 from codetta.runtime.compile import Options
 from codetta.runtime.compile import Segment as Compiled
@@ -32,6 +35,7 @@ from codetta.runtime.compile import Segment as Compiled
 Run = Callable[..., Any]
 log = logging.getLogger("codetta")
 OPS = library.LIBRARY  # importing the library registers the ops that spliced graphs call
+_TOLD: set[str] = set()
 ignore_warning_loggers()
 
 
@@ -100,6 +104,7 @@ def captured(model: Run, *args: Any, options: Mapping[str, Any] | None = None, *
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Run:
     """Compile a graph of Dynamo's. What is understood runs as segments, the rest as PyTorch runs it."""
     chosen = parse(options)
+    ignore_warning_loggers()  # again: transformers may have been imported since
     # the hooks of a checkpoint around the compiled code count what autograd saves: nothing while we trace
     with torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
         return _compile(gm, example_inputs, chosen)
@@ -109,11 +114,11 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
     device = _device(example_inputs)
     if settings.disabled():
         return _inner(chosen, device)(gm, example_inputs)
-    if device == "cuda" and chosen.kernels != "reference":
-        warnings.warn(
-            "codetta has no kernels for this GPU yet; the graph goes to Inductor unchanged. "
-            "options={'kernels': 'reference'} runs it on PyTorch operators, slowly",
-            stacklevel=3,
+    found = target(chosen, device, example_inputs)
+    if found.why_not is not None:
+        _warn_once(
+            f"codetta has no kernels for this GPU: {found.why_not}. The graph goes to Inductor unchanged; "
+            "options={'kernels': 'reference'} runs it on PyTorch operators, slowly"
         )
         return _inner(chosen, device)(gm, example_inputs)
     try:
@@ -126,29 +131,49 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
         graph = widened(graph)
     hidden = logits_outputs(graph) if chosen.logits == "never" else []
     fakes = without_outputs(graph, hidden)
+    packed = chosen.pack is True or (chosen.pack == "auto" and found.backend == "hopper")
     if chosen.rewrite:
-        graph = _rewritten(graph, chosen, attention)
+        options = Options(found.backend, chosen.memory, packed, chosen.batch_invariant)
+        graph = _rewritten(graph, options, attention)
     run = _inner(chosen, device)(graph, example_inputs)
+    pack_stacks(graph, example_inputs, packed)  # now: AOT still compared real offsets with those Dynamo saw
     run = _in_modes(run, [device, "cpu"], chosen.widen)
     return _with_placeholders(run, hidden, fakes) if hidden else run
 
 
-def _rewritten(graph: GraphModule, chosen: BackendOptions, attention: list[str]) -> GraphModule:
+def _rewritten(graph: GraphModule, options: Options, attention: list[str]) -> GraphModule:
     found = CapturedGraph(graph, cut(graph), attention)
     keys: dict[tuple[Graph, tuple[bool, ...]], str] = {}
 
     def register(segment: Graph, requires_grad: tuple[bool, ...]) -> str:
         wanted = requires_grad if torch.is_grad_enabled() else (False,) * len(requires_grad)
-        key = registry.register(segment, wanted, Options(memory=chosen.memory))
+        key = registry.register(segment, wanted, options)
         keys[segment, requires_grad] = key
         return key
 
     spliced = splice(graph, found.capture, register)
     found.keys = [keys[s.graph, s.requires_grad] for s in found.capture.segments]
+    prepare(options.backend, _plans(found), batch_invariant=options.batch_invariant)
     for recorder in _RECORDERS:
         recorder.append(found)
     log.info("%d segments, %d opaque calls", len(found.capture.segments), len(found.capture.opaque))
     return spliced
+
+
+def _plans(found: CapturedGraph) -> Iterator[Plan]:
+    """The plans that a training step runs."""
+    for i, (_, compiled) in enumerate(found.compiled()):
+        yield compiled.forward
+        given = compiled.usable(found.given(i)) if compiled.wrt else ()
+        if given:
+            yield compiled.backward_plan(given)
+
+
+def _warn_once(message: str) -> None:
+    """Tell what holds for every graph of a process once."""
+    if message not in _TOLD:
+        _TOLD.add(message)
+        warnings.warn(message, stacklevel=4)
 
 
 def _device(example_inputs: Sequence[Any]) -> str:

@@ -10,10 +10,12 @@ from codetta.errors import SettingsError
 from codetta.partition.cut import MEMORY, Memory
 
 CHOICES: dict[str, tuple[object, ...]] = {
+    "batch_invariant": (False, True),
     "logits": ("auto", "always", "never"),
     "memory": MEMORY,
     "inner": ("auto", "eager", "aot_eager", "inductor"),
-    "kernels": ("auto", "reference"),
+    "kernels": ("auto", "hopper", "reference"),
+    "pack": ("auto", True, False),
     "prove_masks": (True, False),
     "rewrite": (True, False),
     "widen": (True, False),
@@ -27,7 +29,12 @@ class BackendOptions:
     ``logits``: "auto" returns what the model returns, "never" a placeholder that raises when it is used.
     ``memory``: what forward keeps for backward, from "fast" (most) over "balanced" to "lean" (least).
     ``inner``: who runs what is no segment; "auto" is eager on a CPU, Inductor on a GPU.
-    ``kernels``: "reference" runs segments on PyTorch operators also on a GPU.
+    ``kernels``: "auto" runs segments on kernels where there are some for the GPU, and leaves the graph to Inductor
+    elsewhere; "hopper" insists on them; "reference" runs segments on PyTorch operators also on a GPU.
+    ``pack``: parameters that plans stack (q, k and v) are laid side by side when a graph is compiled; "auto" does so
+    where kernels run.
+    ``batch_invariant``: on kernels, a row's result has the same bits however many other rows there are; bare GEMMs then
+    run on our mainloop with a pinned tile, too. Without it, the library picks an algorithm by the number of rows.
     ``prove_masks``: an attention mask that is plainly causal is dropped, and attention takes its causal path.
     For bisecting and tests, ``rewrite=False`` leaves the captured graph as it is, and ``widen=True`` runs it in float64
     whatever casts it contains."""
@@ -36,6 +43,8 @@ class BackendOptions:
     memory: Memory = "balanced"
     inner: str = "auto"
     kernels: str = "auto"
+    pack: bool | str = "auto"
+    batch_invariant: bool = False
     prove_masks: bool = True
     rewrite: bool = True
     widen: bool = False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from codetta.core.types import Type
+from codetta.core.types import Kind, Type
 from codetta.ir import ops
 from codetta.ir.program import Program, is_partial
+from codetta.ir.split import Split
 from codetta.lang.source import program_text
 
 
@@ -73,9 +75,26 @@ class Plan:
         return sum(s.has_epilogue for s in self.steps)
 
     @property
+    def stacks(self) -> tuple[tuple[str, ...], ...]:
+        """The inputs that steps read as one tensor, in order: siblings' weights, and biases joined as their columns."""
+        read = [s.b for s in self.steps if len(s.b) > 1] + [names for s in self.steps for names in _joined(s)]
+        return tuple(names for names in dict.fromkeys(read) if set(names) <= set(self.inputs))
+
+    @property
     def digest(self) -> str:
         """A content hash: the same plan has the same digest in every process."""
         return sha256(plan_text(self).encode()).hexdigest()[:32]
+
+
+def _joined(step: Step) -> Iterator[tuple[str, ...]]:
+    """The buffers of vectors that a step reads side by side, whole."""
+    params = step.program.params[1:] if step.program.role == "epilogue" else step.program.params
+    buffer = dict(zip(params, step.loads, strict=True))
+    for n in (n for n in step.program.body if n.op is ops.JOIN and n.type.kind is Kind.ROWVEC):
+        split = n.attrs[0]
+        side_by_side = isinstance(split, Split) and split.groups == 1 and not split.adjacent
+        if side_by_side and all(a in buffer for a in n.args):
+            yield tuple(buffer[a] for a in n.args)
 
 
 def partial_outputs(program: Program) -> tuple[bool, ...]:

@@ -26,10 +26,13 @@ from codetta.partition.training import (
 
 @dataclass(frozen=True)
 class Options:
-    """How segments are compiled: where they run, and what forward keeps for backward."""
+    """How segments are compiled: where they run, what forward keeps for backward, whether a copy of parameters that
+    were to be packed is told, and whether a row's result must not depend on how many rows there are."""
 
     backend: str = "reference"
     memory: Memory = "balanced"
+    packed: bool = False
+    batch_invariant: bool = False
 
 
 class Segment:
@@ -39,6 +42,7 @@ class Segment:
         self.graph = graph
         self.wrt = tuple(str(n.attrs[0]) for n in graph.inputs if str(n.attrs[0]) in wrt)
         self.options = options
+        self._plans: dict[tuple[str, ...], Plan] = {}
         self._backward: dict[tuple[str, ...], tuple[Plan, Runnable]] = {}
         self._reached: dict[tuple[str, ...], set[str]] = {}
 
@@ -55,7 +59,10 @@ class Segment:
     @cached_property
     def run_forward(self) -> Runnable:
         """The forward plan on its backend."""
-        return get_backend(self.options.backend)(self.forward)
+        return self._runnable(self.forward)
+
+    def _runnable(self, plan: Plan) -> Runnable:
+        return get_backend(self.options.backend)(plan, batch_invariant=self.options.batch_invariant)
 
     @cached_property
     def results(self) -> list[str]:
@@ -66,9 +73,16 @@ class Segment:
     def backward(self, given: tuple[str, ...]) -> tuple[Plan, Runnable]:
         """The backward plan for cotangents of the outputs ``given`` alone; ``usable`` says which can be asked for."""
         if given not in self._backward:
-            plan = self.training.backward if given == self.floats else plan_for_given(self.training, given)
-            self._backward[given] = plan, get_backend(self.options.backend)(plan)
+            plan = self.backward_plan(given)
+            self._backward[given] = plan, self._runnable(plan)
         return self._backward[given]
+
+    def backward_plan(self, given: tuple[str, ...]) -> Plan:
+        """The backward plan alone; PlanError where what forward keeps does not suffice."""
+        if given not in self._plans:
+            whole = given == self.floats
+            self._plans[given] = self.training.backward if whole else plan_for_given(self.training, given)
+        return self._plans[given]
 
     @cached_property
     def floats(self) -> tuple[str, ...]:
@@ -78,10 +92,18 @@ class Segment:
     def usable(self, given: tuple[str, ...]) -> tuple[str, ...]:
         """``given`` itself if what forward keeps suffices for it; else all outputs, the others' cotangents zero."""
         try:
-            self.backward(given)
+            self.backward_plan(given)
         except PlanError:
             return self.floats
         return given
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[int, ...], ...]:
+        """The inputs, by position, that its plans read as one tensor; forward's order where the two differ."""
+        position = {str(n.attrs[0]): i for i, n in enumerate(self.graph.inputs)}
+        plans = [self.forward, *([self.training.backward] if self.wrt else [])]
+        found = dict.fromkeys(names for plan in plans for names in plan.stacks)
+        return tuple(tuple(position[name] for name in names) for names in found if set(names) <= position.keys())
 
     @cached_property
     def kept(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

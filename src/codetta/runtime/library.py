@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from codetta.backends.reference.evaluate import TORCH
+from codetta.backends.stacked import STATISTICS
 from codetta.core.types import Type
 from codetta.errors import UnsupportedError
 from codetta.partition.plan import Plan
 from codetta.partition.training import cotangent_name
 from codetta.runtime.compile import Segment
+from codetta.runtime.pack import tell_copies
 from codetta.runtime.registry import segment_of
 
 LIBRARY = torch.library.Library("codetta", "DEF")
@@ -26,9 +29,21 @@ LIBRARY.define("segment_backward(Tensor[] ts, str key, bool[] given, SymInt rows
 def _forward(xs: list[Tensor], key: str) -> list[Tensor]:
     segment = segment_of(key)
     inputs = {str(n.attrs[0]): x.contiguous() for n, x in zip(segment.graph.inputs, xs, strict=True)}
-    found = segment.run_forward.run(inputs, xs[segment.row_input].shape[0])
+    copies = STATISTICS.copies
+    with _on_device_of(xs):
+        found = segment.run_forward.run(inputs, xs[segment.row_input].shape[0])
+    if segment.options.packed and STATISTICS.copies != copies:
+        names = list(inputs)
+        tell_copies([(tuple(names[i] for i in g), [xs[i] for i in g]) for g in segment.stacks])
     views = dict(segment.forward.outputs)
     return _distinct([found[views[name].buffer] for name in segment.results])
+
+
+def _on_device_of(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device, which need not be that of a model."""
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    other = device is not None and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if other else nullcontext()
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
@@ -66,7 +81,8 @@ def _backward_op(ts: list[Tensor], key: str, given: list[bool], rows: int) -> li
     kept = {segment.results[i]: next(held) for i in results}
     feed.update({name: kept[output] for name, output in segment.training.saved if output in kept})
     feed.update({cotangent_name(name): next(held) for name in names})
-    found = runnable.run({name: feed[name].contiguous() for name in plan.inputs}, rows)
+    with _on_device_of(ts):
+        found = runnable.run({name: feed[name].contiguous() for name in plan.inputs}, rows)
     return [found[b] for b in _buffers(plan)]
 
 

@@ -117,7 +117,8 @@ def _device(slots: list[Value]) -> torch.device:
 class Executable:
     """A plan ready to run: ``run(inputs)`` gives the buffers of its outputs by name."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, batch_invariant: bool = False) -> None:
+        """PyTorch's GEMM may choose its algorithm by the number of rows: ``batch_invariant`` is not seen to here."""
         self.plan = plan
         self.bodies = [compile_body(s.program) for s in plan.steps]
         self.dies = _last_uses(plan)

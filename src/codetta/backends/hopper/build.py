@@ -1,0 +1,153 @@
+"""Kernels compiled side by side, in worker processes that need no GPU, with a line that says what is compiled."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from codetta.backends.hopper.choose import is_bare
+from codetta.backends.hopper.columns import NotLowered
+from codetta.backends.hopper.gemm import Job, compiled, job_of
+from codetta.backends.hopper.toolchain import compiling_environment
+from codetta.partition.plan import Plan
+
+# isort: split
+import quack.cache
+from quack.cache import async_compile
+from quack.cache.jit import _compute_source_fingerprint
+from quack.gemm_runtime import host
+
+WORTH_WORKERS = 3  # a worker takes seconds to start: fewer kernels than that are compiled here
+MAX_WORKERS = 8
+
+
+def jobs_of(plans: Iterable[Plan], batch_invariant: bool = False) -> dict[Job, str]:
+    """The kernels of some plans, each once, with the name of a program that it is for."""
+    found: dict[Job, str] = {}
+    for plan in plans:
+        for step in plan.steps:
+            if step.kind == "gemm" and (batch_invariant or not is_bare(step.program)):
+                try:
+                    found.setdefault(job_of(step.program), step.program.name)
+                except NotLowered:  # a GEMM and a map behind it
+                    continue
+    return found
+
+
+def compile_all(jobs: dict[Job, str]) -> None:
+    """Compile, or load from the cache, every kernel; afterwards ``compiled(job)`` returns at once."""
+    missing = [job for job in jobs if not is_cached(job)]
+    with _progress(len(missing)) as done:
+        if len(missing) >= WORTH_WORKERS:
+            _in_workers(missing, lambda job: done(jobs[job]))
+        else:
+            for job in missing:
+                compiled(job)
+                done(jobs[job])
+    for job in jobs:
+        compiled(job)
+
+
+class _Probe:
+    """In the place of QuACK's pool of compile workers: a kernel that is not in the cache is not compiled."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def poll(self, sha: str) -> tuple[str, None]:
+        self.asked.append(sha)
+        return "new", None
+
+    def submit(self, *given: Any) -> bool:
+        return True
+
+    def mark_external(self, *given: Any) -> None:
+        """Another process compiles it."""
+
+
+@contextmanager
+def _probing() -> Iterator[_Probe]:
+    before, async_compile._active_pool = async_compile._active_pool, _Probe()
+    try:
+        yield async_compile._active_pool
+    finally:
+        async_compile._active_pool = before
+
+
+def is_cached(job: Job) -> bool:
+    """Whether a kernel need not be compiled; if so it is loaded."""
+    with _probing():
+        try:
+            compiled(job)
+        except async_compile.CompilePending:
+            return False
+    return True
+
+
+def object_file(job: Job) -> Path:
+    """Where in the cache a kernel's object is, compiled or not."""
+    known, quack.cache.CACHE_DIR = quack.cache.CACHE_DIR, tempfile.mkdtemp()
+    loaded = host._compile_gemm_epi
+    loaded.cache_clear()
+    try:
+        with _probing() as probe, suppress(async_compile.CompilePending):
+            compiled.__wrapped__(job)
+    finally:
+        shutil.rmtree(quack.cache.CACHE_DIR)
+        quack.cache.CACHE_DIR = known
+    return Path(quack.cache.get_cache_path()) / _compute_source_fingerprint() / f"{probe.asked[-1]}.o"
+
+
+def _in_workers(jobs: list[Job], done: Callable[[Job], None]) -> None:
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    count = min(len(jobs), os.cpu_count() or 1, MAX_WORKERS)
+    threads = [threading.Thread(target=_feed, args=(waiting, done)) for _ in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+
+def _feed(waiting: queue.SimpleQueue[Job], done: Callable[[Job], None]) -> None:
+    """One worker process, fed until nothing waits; if it dies, the kernels that are left are compiled elsewhere."""
+    command = [sys.executable, "-m", "codetta.backends.hopper.worker"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=compiling_environment(), **pipes) as worker:  # type: ignore[call-overload]
+        while True:
+            try:
+                job = waiting.get_nowait()
+                pickle.dump(job, worker.stdin)
+                worker.stdin.flush()
+            except (queue.Empty, BrokenPipeError):
+                break
+            if not worker.stdout.readline():
+                break
+            done(job)
+        worker.stdin.close()
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's standard error; nothing elsewhere, and nothing if there is nothing to do."""
+    console = Console(stderr=True)
+    columns = [TextColumn("compiling kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    name = TextColumn("{task.fields[name]}", style="dim")
+    quiet = not console.is_terminal or not total
+    with Progress(*columns, name, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task("", total=total, name="")
+        yield lambda text: bar.update(task, advance=1, name=text)

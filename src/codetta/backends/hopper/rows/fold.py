@@ -1,0 +1,200 @@
+"""Reductions where they are met: of parameters that come in parts, inside a group, and of whole rows one by one."""
+
+from __future__ import annotations
+
+from codetta.backends.hopper.rows.emit import Emitter, known, masked
+from codetta.backends.hopper.rows.index import Digits, digits
+from codetta.backends.hopper.rows.maps import TRITON
+from codetta.backends.hopper.rows.scope import ONE, Base, Col, Row, Scope, Shape, Value, at, both, column, joint
+from codetta.core.node import Node
+from codetta.core.types import DType, Kind, compute_dtype, f64
+from codetta.errors import PlanError
+from codetta.ir import ops
+
+PARTS_OF_COLUMN = 32  # parts of a RowVec that are read at once
+PARTS_OF_SCALAR = 1024
+
+
+def function_of(n: Node) -> str:
+    """What a reduction does: sum, max, absmax or lse."""
+    return "lse" if n.op is ops.LSE else str(n.attrs[0])
+
+
+def start(fn: str, dtype: DType) -> str:
+    """What an accumulator holds at first, as a number in the text; filling a block with it changes no result."""
+    if fn == "max":
+        return 'float("-inf")' if dtype.is_float else str(-(2 ** (8 * dtype.bytes - 1)))
+    return 'float("-inf")' if fn == "lse" else "0"
+
+
+def joined(fn: str, a: str, b: str) -> str:
+    """Two accumulators as one."""
+    return f"{a} + {b}" if fn == "sum" else f"larger({a}, {b})"
+
+
+def reduced(fn: str, x: str, axis: int) -> str:
+    """A block's reduction along an axis."""
+    return f"tl.reduce({x}, {axis}, {'add' if fn == 'sum' else 'larger'}, keep_dims=True)"
+
+
+def full(shape: Shape, value: str, dtype: DType) -> str:
+    """A block of one number."""
+    return f"tl.full(({shape[0]}, {shape[1]}), {value}, {TRITON[dtype]})"
+
+
+def finished(e: Emitter, n: Node, text: str, scope: Scope) -> Value:
+    """An accumulator in the reduction's own dtype."""
+    wide = compute_dtype(n.type.dtype)
+    return Value(
+        e.name(e.to(Value(text, wide), n.type.dtype), scope) if wide is not n.type.dtype else text, n.type.dtype
+    )
+
+
+# --- log-sum-exp ------------------------------------------------------------------------------------------------------
+
+
+def lse_step(scope: Scope, m: str, s: str, x: str, dtype: DType, axis: int | None) -> None:
+    """One step of the online log-sum-exp: ``m`` is the maximum so far, ``s`` the sum of e^(x - m). Without an axis
+    every element of the block has its own."""
+    exp = "tl.exp" if dtype is f64 else "exp"
+    top, terms = (x, f"{exp}({x} - {m}_at)")
+    if axis is not None:
+        top, terms = reduced("max", x, axis), reduced("sum", terms, axis)
+    scope.lines += [
+        f"{m}_new = larger({m}, {top})",
+        f"{m}_at = finite({m}_new)",
+        f"{s} = {s} * {exp}({m} - {m}_at) + {terms}",
+        f"{m} = {m}_new",
+    ]
+
+
+def lse_result(m: str, s: str) -> str:
+    """The log-sum-exp from the maximum and the sum."""
+    return f"tl.log({s}) + finite({m})"
+
+
+# --- parameters in parts ----------------------------------------------------------------------------------------------
+
+
+def fold(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
+    """A parameter from its parts, in a fixed order."""
+    kind, scope = n.type.kind, e.scope(row, col)
+    standard = (row is None or row.shape[1] == "1") and (col is None or col.base.shape[0] == "1")
+    if kind is Kind.COLVEC and standard and row is not None:
+        return _fold_block(e, n, (row.shape[0], "BT"), row, col)
+    if kind is Kind.ROWVEC and standard and col is not None:
+        return _fold_block(e, n, (str(PARTS_OF_COLUMN), col.base.shape[1]), row, col)
+    if kind is Kind.SCALAR:
+        return _fold_block(e, n, ("1", str(PARTS_OF_SCALAR)), row, col)
+    j, p = e.fresh("part"), e.pointers[n]
+    index = {Kind.COLVEC: f"{row.text} * {p}_stride + {j}" if row is not None else j}.get(kind, "")
+    if col is not None:
+        c = e.column_text(col)
+        index = f"{j} * {p}_stride + {c}" if row is None else f"{row.text} * {p}_stride + {j} * {n.type.cols} + {c}"
+    count = f"{p}_parts // {n.type.cols}" if kind is Kind.TABLE else f"{p}_parts"
+    shape = joint(row.shape if row is not None else ONE, col.base.shape if col is not None else ONE)
+    fn, wide = function_of(e.parts[n]), compute_dtype(n.type.dtype)
+    m, s = e.fresh("acc"), e.fresh("sum")
+    _begin(scope, fn, m, s, shape, wide)
+    with scope.nested(f"for {j} in range(0, {count}):") as body:
+        x = e.name(f"tl.load({p} + {index}{masked(row, col)})", body)
+        _step(body, fn, m, s, x, wide, None)
+    return Value(e.name(lse_result(m, s), scope) if fn == "lse" else m, n.type.dtype)
+
+
+def _fold_block(e: Emitter, n: Node, shape: Shape, row: Row | None, col: Col | None) -> Value:
+    """Parts read in blocks: along the rows of the block for a RowVec, else along its columns."""
+    p, scope, fn, wide = e.pointers[n], e.scope(row, col), function_of(e.parts[n]), compute_dtype(n.type.dtype)
+    axis = 0 if n.type.kind is Kind.ROWVEC else 1
+    t0, t = e.fresh("part"), e.fresh("part")
+    m, s = e.fresh("acc"), e.fresh("sum")
+    narrow = (shape[0], "1") if axis else ("1", shape[1])
+    _begin(scope, fn, m, s, narrow if fn == "lse" else shape, wide)
+    with scope.nested(f"for {t0} in range(0, {p}_parts, {shape[axis]}):") as body:
+        body.lines.append(f"{t} = {t0} + tl.arange(0, {shape[axis]}){'[None, :]' if axis else '[:, None]'}")
+        outer = row.mask if row is not None else col.mask if col is not None else None
+        mask = both(outer, f"({t} < {p}_parts)")
+        place = f"{t}"
+        if row is not None:
+            place = f"{row.text} * {p}_stride + {t}"
+        elif col is not None:
+            place = f"{t}.to(tl.int64) * {p}_stride + {e.column_text(col)}"
+        x = e.name(f"tl.load({p} + {place}, mask={mask}, other={start(fn, wide)})", body)
+        _step(body, fn, m, s, x, wide, axis)
+    if fn == "lse":
+        return Value(e.name(lse_result(m, s), scope), n.type.dtype)
+    return Value(e.name(reduced(fn, m, axis), scope), n.type.dtype)
+
+
+def _begin(scope: Scope, fn: str, m: str, s: str, shape: Shape, dtype: DType) -> None:
+    scope.lines.append(f"{m} = {full(shape, start(fn, dtype), dtype)}")
+    if fn == "lse":
+        scope.lines.append(f"{s} = {full(shape, '0', dtype)}")
+
+
+def _step(scope: Scope, fn: str, m: str, s: str, x: str, dtype: DType, axis: int | None) -> None:
+    if fn == "lse":
+        lse_step(scope, m, s, x, dtype, axis)
+    else:
+        scope.lines.append(f"{m} = {joined(fn, m, f'tl.abs({x})' if fn == 'absmax' else x)}")
+
+
+# --- reductions at a place ----------------------------------------------------------------------------------------------
+
+
+def reduce(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
+    """A reduction over columns where it is met: inside a group whose columns are at hand, or else element by element."""
+    x = n.args[0]
+    if n.op not in (ops.REDUCE, ops.LSE) or x.type.rows != n.type.rows:
+        raise PlanError(f"no text for {n}")
+    found = _group_at(n, col)
+    if found is not None and col is not None and row is not None and row.shape[1] == "1":
+        return _in_group(e, n, row, col, found)
+    return _one_by_one(e, n, row, col)
+
+
+def _group_at(n: Node, col: Col | None) -> Digits | None:
+    """The columns of group 0, were the group known to the loop as one number for the whole block."""
+    if n.op is not ops.REDUCE or n.attrs[1] is not Kind.GROUPVEC or col is None or not col.base.width:
+        return None
+    d, inside = col.digits, known(n.args[0].type.cols) // known(n.type.cols)
+    one_group = d.width == col.base.width and d.inner == 0 and d.extent == col.base.extent
+    return d if one_group and inside % d.width == 0 else None
+
+
+def _in_group(e: Emitter, n: Node, row: Row, col: Col, group: Digits) -> Value:
+    """The group's columns are the block's, once for each lane."""
+    x, fn, wide = n.args[0], function_of(n), compute_dtype(n.type.dtype)
+    inside = known(x.type.cols) // known(n.type.cols)
+    width, out = col.base.width, ""
+    for lane in range(inside // width):
+        place = digits(group.extent, width, group.outer * inside, 1, group.offset * inside + lane * width)
+        text = e.tensor(e.value(x, row, at(col, place)), wide)
+        text = f"tl.abs({text})" if fn == "absmax" else text
+        text = text if col.mask is None else f"tl.where({col.mask}, {text}, {start(fn, wide)})"
+        text = e.name(text, col.scope if row is None else e.scope(row, col))
+        out = e.name(joined(fn, out, text), e.scope(row, col)) if out else text
+    found = e.name(reduced(fn, f"tl.broadcast_to({out}, ({row.shape[0]}, {col.base.shape[1]}))", 1), e.scope(row, col))
+    return finished(e, n, found, e.scope(row, col))
+
+
+def _one_by_one(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
+    """A loop over single columns: slow, for the rare expression that no block of a kernel's loops has at hand."""
+    x, fn, wide, scope = n.args[0], function_of(n), compute_dtype(n.type.dtype), e.scope(row, col)
+    cols = known(x.type.cols)
+    count = cols
+    if n.type.kind is Kind.GROUPVEC or n.type.kind is Kind.TABLE:
+        count = cols // known(n.type.cols)
+    shape = joint(row.shape if row is not None else ONE, col.base.shape if col is not None else ONE)
+    j, m, s = e.fresh("i"), e.fresh("acc"), e.fresh("sum")
+    c = "" if col is None else e.column_text(col)
+    _begin(scope, fn, m, s, shape, wide)
+    with scope.nested(f"for {j} in range(0, {count}):") as body:
+        place = column(j, cols, body, ONE)
+        if col is not None:
+            text = f"{c} * {count} + {j}" if n.type.kind is Kind.GROUPVEC else f"{j} * {n.type.cols} + {c}"
+            place = Col(
+                Base(e.name(text, body, "c"), cols, body, col.base.shape), column(j, cols, body, ONE).digits, col.mask
+            )
+        _step(body, fn, m, s, e.tensor(e.value(x, row, place), wide), wide, None)
+    return finished(e, n, e.name(lse_result(m, s), scope) if fn == "lse" else m, scope)

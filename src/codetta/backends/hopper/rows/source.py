@@ -1,0 +1,45 @@
+"""Generated source text as a Triton kernel, for the GPU or for Triton's interpreter."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from types import FunctionType
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+from codetta.backends.hopper.rows.functions import FUNCTIONS
+
+Wrap = Callable[..., Any]
+
+
+def _interpreted(fn: FunctionType, **options: Any) -> Any:
+    return InterpretedFunction(fn)
+
+
+def _names(wrap: Wrap) -> dict[str, Any]:
+    """The globals of a kernel: the language, and the functions of ours, each seeing the others."""
+    scope: dict[str, Any] = {"tl": tl, "add": tl.standard._sum_combine, "__name__": __name__}
+    for fn in FUNCTIONS:
+        bound = FunctionType(fn.__code__, scope, fn.__name__)
+        bound.__module__, bound.__doc__ = fn.__module__, fn.__doc__
+        scope[fn.__name__] = wrap(bound)
+    return scope
+
+
+ON_GPU: dict[str, Any] = _names(triton.jit)
+ON_CPU: dict[str, Any] = _names(_interpreted)
+
+
+def kernel_of(text: str, name: str, unspecialised: Sequence[str], interpreted: bool = False) -> Any:
+    """The function ``name`` of the text, as a kernel; the text is kept where tracebacks and Triton look for it."""
+    file = f"<codetta {name} {sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    scope = dict(ON_CPU if interpreted else ON_GPU)
+    exec(compile(text, file, "exec"), scope)
+    fn = scope[name]
+    return _interpreted(fn) if interpreted else triton.jit(fn, do_not_specialize=list(unspecialised))
