@@ -14,7 +14,7 @@ STAMP := $(VENV)/.codetta-installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test spills gpu check format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("codetta needs Python 3.11 or later, not " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV): $(TORCH), codetta and its development tools (some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)' -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)' -e '.[dev,hopper]'
 	@touch $@
 
 demo: $(STAMP)  ## train a small Llama twice, eager and codetta, and compare
@@ -33,6 +33,12 @@ demo: $(STAMP)  ## train a small Llama twice, eager and codetta, and compare
 
 test: $(STAMP)  ## run all tests that this machine can run
 	@$(ONE_THREAD) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+spills: $(STAMP)  ## compile every kernel of Llama 1B, 8B and 70B for SM90 and read its spills
+	@CODETTA_SPILLS=all $(ONE_THREAD) $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/backends/hopper -k spill
+
+gpu: $(STAMP)  ## run the tests that need a GPU with kernels
+	@$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 check: $(STAMP)  ## formatting, lint, types, house rules
 	@$(BIN)/ruff format --check --quiet .

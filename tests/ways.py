@@ -195,6 +195,11 @@ def placed(x: Tensor) -> Tensor:
     return there.set_(memory, x.storage_offset(), x.shape, x.stride()).requires_grad_(x.requires_grad)
 
 
+def settled(module: nn.Module) -> nn.Module:
+    """A module on the device under test."""
+    return module.to(DEVICE)
+
+
 @contextmanager
 def unwritten_memory_is_nan() -> Iterator[None]:
     """Fresh memory holds NaN, so that a value which is never written shows. On a GPU the kernels' own memory is filled

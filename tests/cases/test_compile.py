@@ -411,10 +411,13 @@ def test_a_saved_tensor_that_was_changed(changed):
     y = compiled(module)(x, residual)
     with torch.no_grad():
         {"input": x, "weight": module.linear.weight, "output": y}[changed].mul_(2.0)
+    refused, found = "", []
     try:
         found = torch.autograd.grad(y.sum(), leaves)
     except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
+        refused = str(error)
+    if refused:
+        assert "modified by an inplace operation" in refused
     else:
         assert all(relative_error(a, b) < 1e-6 for a, b in zip(found, expected, strict=True))
 

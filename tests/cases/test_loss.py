@@ -11,7 +11,7 @@ from torch.nn import functional
 from codetta.capture.backend import recording
 from codetta.errors import CodettaError
 from codetta.testing import relative_error
-from ways import agree, compiled, counts, forward_plans, fresh, llama, whole_model_agrees, wide
+from ways import agree, compiled, counts, forward_plans, fresh, llama, placed, settled, whole_model_agrees, wide
 
 IGNORED = -100
 REDUCTIONS = ["sum", "mean", "none"]
@@ -147,7 +147,7 @@ def test_vocabulary_that_is_no_multiple_of_a_tile(vocabulary):
 
     found = agree(Low(), batch(5, 8, vocabulary), seeds=2, gemms=1)
     assert counts(forward_plans(found)) == {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 0}
-    losses = compiled(Low())(*batch(5, 8, vocabulary)(torch.Generator()))
+    losses = compiled(settled(Low()))(*map(placed, batch(5, 8, vocabulary)(torch.Generator())))
     assert bool((losses >= 0).all())
 
 
@@ -172,9 +172,9 @@ def test_large_bias_over_several_tiles_of_the_vocabulary(dtype):
     module = Biased().to(dtype)
     found = agree(module, batch(vocabulary=1001, dtype=dtype), prepare=large, gemms=1)
     assert counts(forward_plans(found)) == {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 0}
-    module = Biased()
+    module = settled(Biased())
     large(module, 0)
-    x, targets = batch(vocabulary=1001)(torch.Generator())
+    x, targets = map(placed, batch(vocabulary=1001)(torch.Generator()))
     loss = compiled(module)(x, targets)
     (gradient,) = torch.autograd.grad(loss, module.head.bias)
     exact = torch.softmax(copy.deepcopy(module).double().head(x.double()), -1).sum(0)

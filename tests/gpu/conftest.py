@@ -58,9 +58,9 @@ def _plans_are_prepared() -> Iterator[None]:
         return
     prepare = pkgutil.resolve_name(named)
 
-    def prepared(plan: Plan) -> Runnable:
+    def prepared(plan: Plan, **options: bool) -> Runnable:
         prepare(plan)
-        return Executable(plan)
+        return Executable(plan, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute, "Executable", prepared)
@@ -85,6 +85,8 @@ def _outputs_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(shape: object, dtype: torch.dtype, device: object) -> Tensor:
         t: Tensor = fresh(shape, dtype, device)
+        if dtype == torch.bool:
+            return t.fill_(True)
         return t.fill_(float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min)
 
     holders = [m for n, m in sys.modules.items() if n.startswith(KERNELS) and getattr(m, "empty", None) is fresh]

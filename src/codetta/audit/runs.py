@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from codetta.backends.hopper.support import why_not
 from codetta.capture.backend import backend
 from codetta.capture.normalise import normalise
 from codetta.capture.oracle import widen
@@ -44,7 +45,9 @@ def compiled_step(
     model: nn.Module, options: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Any], int], Step]:
     """A step through codetta, fresh memory filled with NaN; call it with a batch and a seed."""
-    chosen = {"kernels": "reference", **(options or {})}  # on a GPU too, it is the programs that are to be verified
+    # on a GPU without kernels too, it is the programs that are to be verified, not Inductor
+    on_gpu = any(p.is_cuda for p in model.parameters()) and why_not() is None
+    chosen = {"kernels": "hopper" if on_gpu else "reference", **(options or {})}
     compiled = torch.compile(model, backend=partial(backend, options=chosen))
 
     def run(batch: Mapping[str, Any], seed: int) -> Step:

@@ -20,7 +20,7 @@ REGISTERS = 168  # what 384 threads can have of an SM's 65,536
 
 
 @needs_quack
-@pytest.mark.parametrize(("model", "dtype", "regime"), CASES)
+@pytest.mark.parametrize("model,dtype,regime", CASES)
 def test_no_default_configuration_spills(model, dtype, regime):
     from codetta.backends.hopper.binary import resources  # QuACK takes seconds to import
     from codetta.backends.hopper.build import compile_all, jobs_of, object_file
@@ -32,7 +32,7 @@ def test_no_default_configuration_spills(model, dtype, regime):
     assert all(0 < r.registers <= REGISTERS for r in found.values())
 
 
-@pytest.mark.parametrize(("model", "dtype", "regime"), ALL)
+@pytest.mark.parametrize("model,dtype,regime", ALL)
 def test_every_epilogue_is_one_kernel(model, dtype, regime):
     programs = [s.program for plan in plans(model, dtype, regime) for s in plan.steps if s.kind == "gemm"]
     fused = [p for p in programs if not is_bare(p)]

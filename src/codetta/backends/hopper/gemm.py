@@ -175,7 +175,7 @@ def values(lowered: Lowered, tensors: Sequence[Tensor], outputs: Sequence[Tensor
     found: dict[str, Any] = {"partner": 0} if lowered.mode == "halves" else {}
     for o in lowered.operands:
         t = tensors[o.param]
-        found[o.name] = t[:, o.columns[0] : o.columns[1]] if o.columns else t
+        found[o.name] = t[..., o.columns[0] : o.columns[1]] if o.columns else t
     for s in lowered.stores:
         t = outputs[s.output]
         found[s.name] = t[:, s.columns[0] : s.columns[1]] if s.columns else t

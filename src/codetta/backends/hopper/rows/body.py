@@ -46,7 +46,7 @@ class Body:
             size = self.form.step(loop.extent)
             begin = f"{first} * {size}" if self.form.by_chunks else first
             scope.lines.append(f"{k} = {begin} + tl.arange(0, {size})[None, :]")
-            mask = f"({k} < {loop.extent})" if loop.extent % size else None
+            mask = f"({k} < {loop.extent})" if loop.extent % size or not loop.extent else None
             base = Base(k, loop.extent, scope, ("1", str(size)))
         return Col(base, identity(loop.extent), self.e.name(mask, scope, "m") if mask else None)
 
@@ -115,13 +115,16 @@ class Body:
         fn, dtype = function_of(sink.node), compute_dtype(sink.node.type.dtype)
         x = self.e.tensor(v, dtype)
         x = f"tl.abs({x})" if fn == "absmax" else x
-        mask = col.mask
+        mask = (
+            f"({col.base.low} == 0)" if col.is_single and col.base.width else col.mask
+        )  # a group's number counts once
         if sink.what != "row" and self.row is not None:
             mask = both(self.row.mask, mask)
         x = x if mask is None else f"tl.where({mask}, {x}, {start(fn, dtype)})"
         if fn == "lse":
             m, s = self.held[key]
-            lse_step(scope, m, s, self.e.name(x, scope), dtype, 1)
+            shape = f"({self.row.shape[0] if self.row is not None else 1}, {col.base.shape[1]})"
+            lse_step(scope, m, s, self.e.name(f"tl.broadcast_to({x}, {shape})", scope), dtype, 1)
             return
         if sink.what == "columns":
             acc = self.columns[key, col.digits][0]
@@ -167,8 +170,7 @@ class Body:
             x = x if self.row is None else f"tl.where({self.row.mask}, {x}, {start(fn, dtype)})"
             texts = [self.e.name(x, scope)]
         for x in texts:
-            by_rows = self.row is not None
-            text = reduced(fn, x, 0) if by_rows else x
+            text = x if self.row is None else reduced(fn, x, 1 if self.row.shape[0] == "1" else 0)
             scope.lines.append(f"{self.total[key]} = {joined(fn, self.total[key], text)}")
 
     def one(self) -> str:

@@ -107,21 +107,25 @@ def _together(merged: dict[tuple[int, int], list[Work]]) -> dict[tuple[int, int]
     return out
 
 
-def _splits(n: Node) -> Iterable[tuple[Split, int]]:
-    """The equal splits that an expression makes or reads, with the number of columns split."""
+def _splits(n: Node) -> Iterable[tuple[Split, int, set[Node]]]:
+    """The equal splits that an expression makes or reads, with the number of columns split and the tiles read."""
     for m in postorder([n]):
         whole = m.args[0] if m.op is ops.PART else m
         if m.op in (ops.PART, ops.JOIN) and whole.type.kind is Kind.TILE and split_of(m).sizes is None:
-            yield split_of(m), known(whole.type.cols)
+            yield split_of(m), known(whole.type.cols), _tiles(whole)
 
 
-def _adopted(n: Node, whole: Digits, splits: list[tuple[Split, int]], extents: set[int]) -> Lanes:
+def _tiles(n: Node) -> set[Node]:
+    return {m for m in postorder([n]) if m.op is ops.INPUT and m.type.kind is Kind.TILE}
+
+
+def _adopted(n: Node, whole: Digits, splits: list[tuple[Split, int, set[Node]]], extents: set[int]) -> Lanes:
     """The lanes in which another expression of the same loop already reads columns that this one reads too."""
     if n.type.kind is not Kind.TILE:
         return (whole,)
-    for split, cols in splits:
+    for split, cols, tiles in splits:
         size = cols // split.parts
-        if cols == whole.extent and size in extents and size != cols:
+        if cols == whole.extent and size in extents and size != cols and tiles & _tiles(n):
             lanes = [part_in_whole(identity(size), split, cols, i) for i in range(split.parts)]
             if all(lane is not None for lane in lanes):
                 return tuple(lane for lane in lanes if lane is not None)

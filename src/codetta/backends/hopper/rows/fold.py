@@ -5,7 +5,7 @@ from __future__ import annotations
 from codetta.backends.hopper.rows.emit import Emitter, known, masked
 from codetta.backends.hopper.rows.index import Digits, digits
 from codetta.backends.hopper.rows.maps import TRITON
-from codetta.backends.hopper.rows.scope import ONE, Base, Col, Row, Scope, Shape, Value, at, both, column, joint
+from codetta.backends.hopper.rows.scope import ONE, Col, Row, Scope, Shape, Value, at, both, column, joint
 from codetta.core.node import Node
 from codetta.core.types import DType, Kind, compute_dtype, f64
 from codetta.errors import PlanError
@@ -139,11 +139,11 @@ def _step(scope: Scope, fn: str, m: str, s: str, x: str, dtype: DType, axis: int
         scope.lines.append(f"{m} = {joined(fn, m, f'tl.abs({x})' if fn == 'absmax' else x)}")
 
 
-# --- reductions at a place ----------------------------------------------------------------------------------------------
+# --- reductions at a place --------------------------------------------------------------------------------------------
 
 
 def reduce(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
-    """A reduction over columns where it is met: inside a group whose columns are at hand, or else element by element."""
+    """A reduction over columns where it is met: inside a group that is at hand, or else element by element."""
     x = n.args[0]
     if n.op not in (ops.REDUCE, ops.LSE) or x.type.rows != n.type.rows:
         raise PlanError(f"no text for {n}")
@@ -172,7 +172,7 @@ def _in_group(e: Emitter, n: Node, row: Row, col: Col, group: Digits) -> Value:
         text = e.tensor(e.value(x, row, at(col, place)), wide)
         text = f"tl.abs({text})" if fn == "absmax" else text
         text = text if col.mask is None else f"tl.where({col.mask}, {text}, {start(fn, wide)})"
-        text = e.name(text, col.scope if row is None else e.scope(row, col))
+        text = e.name(text, e.scope(row, col))
         out = e.name(joined(fn, out, text), e.scope(row, col)) if out else text
     found = e.name(reduced(fn, f"tl.broadcast_to({out}, ({row.shape[0]}, {col.base.shape[1]}))", 1), e.scope(row, col))
     return finished(e, n, found, e.scope(row, col))
@@ -185,16 +185,14 @@ def _one_by_one(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
     count = cols
     if n.type.kind is Kind.GROUPVEC or n.type.kind is Kind.TABLE:
         count = cols // known(n.type.cols)
-    shape = joint(row.shape if row is not None else ONE, col.base.shape if col is not None else ONE)
+    wide_as, mask = (ONE, None) if col is None or col.is_single else (col.base.shape, col.mask)
     j, m, s = e.fresh("i"), e.fresh("acc"), e.fresh("sum")
     c = "" if col is None else e.column_text(col)
-    _begin(scope, fn, m, s, shape, wide)
+    _begin(scope, fn, m, s, joint(row.shape if row is not None else ONE, wide_as), wide)
     with scope.nested(f"for {j} in range(0, {count}):") as body:
         place = column(j, cols, body, ONE)
         if col is not None:
             text = f"{c} * {count} + {j}" if n.type.kind is Kind.GROUPVEC else f"{j} * {n.type.cols} + {c}"
-            place = Col(
-                Base(e.name(text, body, "c"), cols, body, col.base.shape), column(j, cols, body, ONE).digits, col.mask
-            )
+            place = column(e.name(text, body, "c"), cols, body, wide_as, mask)
         _step(body, fn, m, s, e.tensor(e.value(x, row, place), wide), wide, None)
     return finished(e, n, e.name(lse_result(m, s), scope) if fn == "lse" else m, scope)

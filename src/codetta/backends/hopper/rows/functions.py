@@ -6,14 +6,10 @@ Triton's own and are not checked.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl
 
-x_ = Any  # what a kernel computes with
 
-
-def exp(x: x_) -> x_:
+def exp(x: tl.tensor) -> tl.tensor:
     """e^x to 2 units in float32's last place: the error of x log2(e) is put back, which ex2.approx(x log2 e) loses."""
     log2e = 1.4426950408889634
     t = x * log2e
@@ -21,27 +17,27 @@ def exp(x: x_) -> x_:
     return tl.exp2(t) * tl.fma(tl.where(tl.abs(x) < 200.0, low, 0.0), 0.6931471805599453, 1.0)
 
 
-def sigmoid(x: x_) -> x_:
+def sigmoid(x: tl.tensor) -> tl.tensor:
     """1 / (1 + e^-x): e^-x may be infinite, then this is 0."""
     return 1.0 / (1.0 + exp(-x))
 
 
-def silu(x: x_) -> x_:
+def silu(x: tl.tensor) -> tl.tensor:
     """x / (1 + e^-x)."""
     return x / (1.0 + exp(-x))
 
 
-def gelu(x: x_) -> x_:
+def gelu(x: tl.tensor) -> tl.tensor:
     """x Phi(x)."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
-def gelu_tanh(x: x_) -> x_:
+def gelu_tanh(x: tl.tensor) -> tl.tensor:
     """0.5 x (1 + tanh u) as x sigmoid(2 u), which neither overflows nor cancels."""
     return x / (1.0 + exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
-def tanh(x: x_) -> x_:
+def tanh(x: tl.tensor) -> tl.tensor:
     """(1 - t) / (1 + t) with t = e^-2|x|; near 0, where that cancels, the polynomial of Cephes' tanhf."""
     t = exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
@@ -52,7 +48,7 @@ def tanh(x: x_) -> x_:
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -far, far))
 
 
-def tanh64(x: x_) -> x_:
+def tanh64(x: tl.tensor) -> tl.tensor:
     """``tanh`` in float64, near 0 by its series."""
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
@@ -61,54 +57,54 @@ def tanh64(x: x_) -> x_:
     return tl.where(tl.abs(x) < 0.02, near, tl.where(x < 0.0, -far, far))
 
 
-def sigmoid64(x: x_) -> x_:
+def sigmoid64(x: tl.tensor) -> tl.tensor:
     """``sigmoid`` in float64."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-def silu64(x: x_) -> x_:
+def silu64(x: tl.tensor) -> tl.tensor:
     """``silu`` in float64."""
     return x / (1.0 + tl.exp(-x))
 
 
-def gelu_tanh64(x: x_) -> x_:
+def gelu_tanh64(x: tl.tensor) -> tl.tensor:
     """``gelu_tanh`` in float64."""
     return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
-def floordiv(a: x_, b: x_) -> x_:
+def floordiv(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The quotient rounded down, as in Python; Triton rounds towards 0."""
     q = a // b
     return tl.where((q * b != a) & ((a < 0) != (b < 0)), q - 1, q)
 
 
-def mod(a: x_, b: x_) -> x_:
+def mod(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The remainder with the divisor's sign."""
     r = a % b
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
 
 
-def maximum(a: x_, b: x_) -> x_:
+def maximum(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The larger; NaN where one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-def minimum(a: x_, b: x_) -> x_:
+def minimum(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The smaller; NaN where one is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-def larger(a: x_, b: x_) -> x_:
+def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The combination of a reduction to the maximum."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-def finite(x: x_) -> x_:
+def finite(x: tl.tensor) -> tl.tensor:
     """0 for an infinity: what may be subtracted before an exponential."""
     return tl.where(tl.abs(x) == float("inf"), 0.0, x)
 
 
-def uniform(seed: x_, row: x_, column: x_) -> x_:
+def uniform(seed: tl.tensor, row: tl.tensor, column: tl.tensor) -> tl.tensor:
     """Counter-based uniform numbers in [0, 1), bit for bit those of the reference: MurmurHash3's finaliser."""
     h = _mixed(seed.to(tl.uint32) * 0x9E3779B1 + 0x9E3779B9)
     h = _mixed(h + row.to(tl.uint32) * 0x9E3779B1)
@@ -116,7 +112,7 @@ def uniform(seed: x_, row: x_, column: x_) -> x_:
     return (h >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
-def _mixed(h: x_) -> x_:
+def _mixed(h: tl.tensor) -> tl.tensor:
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)

@@ -54,6 +54,8 @@ def moved(d: Digits, by: int) -> Digits:
 def divided(d: Digits, by: int) -> tuple[Digits, Digits] | None:
     """The quotient and the remainder of the columns by a number, where they have this form."""
     k, w, high, low = d.extent, d.width, d.offset // by, d.offset % by
+    if d.last < by:
+        return digits(k, k, 0, 0, 0), d
     if d.outer % by == 0 and low + (w - 1) * d.inner < by:
         return digits(k, w, d.outer // by, 0, high), digits(k, w, 0, d.inner, low)
     if d.outer % by == 0 and d.inner % by == 0:

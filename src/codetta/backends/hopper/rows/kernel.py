@@ -11,6 +11,7 @@ from codetta.core.node import Node, postorder
 from codetta.core.types import Dim, Kind
 from codetta.ir import ops
 
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """One argument of a kernel: ``what`` it is, and of which parameter, output or total."""
@@ -33,6 +34,7 @@ class Kernel:
     chunks: int
     block: int
     warps: int
+    width: int
     in_runs: bool
 
 
@@ -76,7 +78,8 @@ def form_of(launch: Launch, sinks: Sequence[Sink], parts: Mapping[Node, Node]) -
     sources = [s.source for s in sinks if s.source.type.cols is not None]
     in_runs = any(s.what == "columns" for s in sinks)
     vectors = any(o.value.type.cols is None and o.value.type.kind is not Kind.SCALAR for o in launch.outputs)
-    by_chunks = not any(s.what == "row" for s in sinks) and not vectors and bool(sources)
+    per_row = any(s.what == "row" or s.source.type.cols is None for s in sinks)
+    by_chunks = not per_row and not vectors and bool(sources)
     if launch.rows is None:
         return Form(False, True, 32 if parts else 1024, 1, 1024)
     tiles = {n for s in sources for n in postorder([s]) if n.op is ops.INPUT and n.type.kind is Kind.TILE}

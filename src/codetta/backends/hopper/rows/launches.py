@@ -94,9 +94,10 @@ def _all_below(n: Node) -> list[Node]:
 
 
 def _fits_whole_rows(wanted: list[Output]) -> bool:
-    """Whether rows are short enough to be held whole, all of them."""
-    widths = (m.type.cols for o in wanted for m in postorder([o.value]) if m.type.kind is Kind.TILE)
-    return all(known(w) <= WHOLE_ROW for w in widths)
+    """Whether rows are short enough to be held whole, all of them; groups are looked at one after the other."""
+    every = postorder(o.value for o in wanted)
+    by_group = any(m.op is ops.REDUCE and m.attrs[1] is Kind.GROUPVEC for m in every)
+    return not by_group and all(known(m.type.cols) <= WHOLE_ROW for m in every if m.type.kind is Kind.TILE)
 
 
 def _key_of_source(n: Node) -> Dim | str:

@@ -63,6 +63,6 @@ def map_text(op: Op, dtype: DType, args: list[str]) -> str:
 
 def number_text(value: object) -> str:
     """A Python number in a kernel's source."""
-    if isinstance(value, float) and not (value - value == 0.0):
+    if isinstance(value, float) and value - value != 0.0:
         return f'float("{value}")'
     return repr(value)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from codetta.backends.hopper.rows.body import Body
-from codetta.backends.hopper.rows.cut import Loop, Work, loops
+from codetta.backends.hopper.rows.cut import Loop, loops
 from codetta.backends.hopper.rows.emit import Emitter, stem
-from codetta.backends.hopper.rows.fold import finished, fold, full, function_of, joined, lse_result, reduce, reduced, start
+from codetta.backends.hopper.rows.fold import (
+    finished,
+    fold,
+    full,
+    function_of,
+    joined,
+    lse_result,
+    reduce,
+    reduced,
+    start,
+)
 from codetta.backends.hopper.rows.index import Digits
 from codetta.backends.hopper.rows.kernel import Argument, Kernel, Sink, form_of
 from codetta.backends.hopper.rows.launches import Launch, Output, is_global, is_row_reduction
-from codetta.backends.hopper.rows.maps import TRITON
-from codetta.backends.hopper.rows.scope import Row, Scope, Value, at
+from codetta.backends.hopper.rows.scope import Row, Scope, at
 from codetta.core.node import Node, postorder
 from codetta.core.types import Kind, compute_dtype
 from codetta.ir import ops
@@ -39,12 +48,10 @@ def write(launch: Launch, name: str, parts: Mapping[Node, Node]) -> Kernel:
     text = "\n".join([head, *(f"    {line}" for line in body.e.top.lines)]) + "\n"
     elements = 2048 if not form.block else form.block * form.width
     warps = max(1, min(8, elements // 256))
-    return Kernel(name, text, tuple(arguments), launch.rows, writer.chunks, form.block, warps, form.in_runs)
+    return Kernel(name, text, tuple(arguments), launch.rows, writer.chunks, form.block, warps, form.width, form.in_runs)
 
 
-def _arguments(
-    launch: Launch, parts: Mapping[Node, Node]
-) -> tuple[list[Argument], dict[Node, str], dict[Output, str]]:
+def _arguments(launch: Launch, parts: Mapping[Node, Node]) -> tuple[list[Argument], dict[Node, str], dict[Output, str]]:
     """What a kernel is given, and the names of its pointers."""
     arguments: list[Argument] = []
     pointers: dict[Node, str] = {}
@@ -102,7 +109,7 @@ class _Writer:
             self.rows_at(top, "tl.program_id(0).to(tl.int64) * BM")
         if form.by_chunks and passes:
             every = [loop for found in passes for loop in found]
-            self.chunks = sum(map(self.body.count, every))
+            self.chunks = max(sum(map(self.body.count, every)), 1)
             start = 0
             for loop in every:
                 with self.branch(start, self.body.count(loop), len(every) > 1) as (scope, first):
@@ -140,9 +147,12 @@ class _Writer:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def rows_at(self, scope: Scope, first: str) -> None:
-        """The rows of a block."""
-        scope.lines.append(f"r = ({first} + tl.arange(0, BM))[:, None]")
-        self.body.row = Row("r", scope, ("BM", "1"), self.e.name("(r < rows)", scope, "m"))
+        """The rows of a block: one above the other, as columns lie side by side; side by side if there are none."""
+        flat = self.body.form.block == 0 and not any(n.type.rows is not None for n in self.e.parts)
+        flat = flat and not any(s.source.type.cols is not None for s in self.body.sinks)
+        scope.lines.append(f"r = ({first} + tl.arange(0, BM)).to(tl.int64){'[None, :]' if flat else '[:, None]'}")
+        shape = ("1", "BM") if flat else ("BM", "1")
+        self.body.row = Row("r", scope, shape, self.e.name("(r < rows)", scope, "m"))
 
     @contextmanager
     def rows(self, scope: Scope) -> Iterator[Scope]:
@@ -152,7 +162,7 @@ class _Writer:
             return
         first = self.e.name("tl.program_id(0) * span", self.e.top, "first")
         with scope.nested(f"for r0 in range({first}, tl.minimum({first} + span, rows), BM):") as inside:
-            self.rows_at(inside, "r0.to(tl.int64)")
+            self.rows_at(inside, "r0")
             yield inside
 
     def section(self, scope: Scope, passes: list[list[Loop]]) -> None:
@@ -161,7 +171,8 @@ class _Writer:
         columns = [(w, lane) for w, lane in works if self.body.sinks[w.key].what == "columns"]
         for w, lane in columns:
             self.body.begin_columns(scope, w.key, lane)
-        sums = {k: s for k, s in enumerate(self.body.sinks) if s.what == "total" and self.here(s, k, works)}
+        # a section that has no share in a total stores its neutral element: every block's part is read in the end
+        sums = {k: s for k, s in enumerate(self.body.sinks) if s.what == "total"}
         for key, s in sums.items():
             self.body.begin_total(scope, key, s)
         with self.rows(scope) as inside:
@@ -176,10 +187,6 @@ class _Writer:
             self.store_columns(scope, w.key, lane)
         for key, s in sums.items():
             self.store_total(scope, key, s.node)
-
-    def here(self, s: Sink, key: int, works: Sequence[tuple[Work, Digits]]) -> bool:
-        """Whether a total is summed in this section."""
-        return s.source.type.cols is None or any(w.key == key for w, _ in works)
 
     def settle(self, scope: Scope) -> None:
         """The row reductions whose loops are done become known."""
