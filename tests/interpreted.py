@@ -24,7 +24,7 @@ from codetta.ir.split import Split
 from codetta.partition.plan import partial_outputs
 from codetta.partition.size import dim
 
-_CONVERT = interpreter._convert_float
+_CONVERT, _PATCH = interpreter._convert_float, interpreter._patch_lang_tensor
 
 
 def to_nearest(x: np.ndarray, source: tl.dtype, to: tl.dtype, mode: object) -> np.ndarray:
@@ -35,6 +35,12 @@ def to_nearest(x: np.ndarray, source: tl.dtype, to: tl.dtype, mode: object) -> n
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16).reshape(x.shape)
+
+
+def patched(tensor: type, scope: object) -> None:
+    """The interpreter's tensors as bounds of ``range``: Triton 3.6 asks numpy for what numpy 2.4 no longer does."""
+    _PATCH(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -124,7 +130,7 @@ def random_program(rng: Random, role: str) -> Program:
     for n in [*reversed(pool[-4:]), *rng.choices(pool, k=2)]:
         if legal.why_not(role, [*outputs.values(), n], acc) is None:
             outputs.setdefault(f"out{len(outputs)}", n)
-    outputs = outputs or {"out": pool[-1] if role != "finalize" else params[0]}
+    outputs = outputs or {"out": params[0]}
     return Program("random", role, tuple(params), tuple(outputs.items()))  # type: ignore[arg-type]
 
 

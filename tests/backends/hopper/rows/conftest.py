@@ -19,4 +19,5 @@ def _interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "empty", interpreted.poisoned)
         patch.setattr(interpreter, "_convert_float", interpreted.to_nearest)
+        patch.setattr(interpreter, "_patch_lang_tensor", interpreted.patched)
         yield

@@ -52,7 +52,9 @@ def test_all_steps_of_a_model(dtype: str):
     for plan in plans(dtype):
         executable = Executable(plan)
         memory = {n: random_value(plan.buffers[n], ROWS, rng) for n in plan.inputs}
-        memory |= {n: t.abs() + 0.5 for n, t in memory.items() if plan.buffers[n].kind is Kind.COLVEC and t.is_floating_point()}
+        memory |= {
+            n: t.abs() + 0.5 for n, t in memory.items() if plan.buffers[n].kind is Kind.COLVEC and t.is_floating_point()
+        }
         with torch.no_grad():
             for i, step in enumerate(plan.steps):
                 check(executable, memory, i)

@@ -255,7 +255,10 @@ def test_parts_of_a_number_and_of_a_table():
     n, t = build.input_("n", scalar()), build.input_("t", table(6))
     p = Program("fold", "finalize", (n, t), (("n", build.mul(n, 2.0)), ("t", t)))
     x, y = torch.randn(30, 50), torch.randn(4, 5 * 6)
-    reductions = {"n": source("sum", Kind.SCALAR), "t": build.reduce(build.input_("x", tile(60)), "sum", Kind.TABLE, 10)}
+    reductions = {
+        "n": source("sum", Kind.SCALAR),
+        "t": build.reduce(build.input_("x", tile(60)), "sum", Kind.TABLE, 10),
+    }
     found = run(p, [x, y], 4, reductions)
     expect_close("n", found["n"], 2 * x.double().sum().float(), 1e-5)
     expect_close("t", found["t"], y.double().unflatten(1, (5, 6)).sum(1).float(), 1e-6)
@@ -288,7 +291,9 @@ def test_a_loss_is_added_up_by_the_last_block(rows: int):
 
 
 def test_what_a_total_divides_comes_in_a_second_launch():
-    p = program("@finalize\ndef f(x: ColVec[f32], b: RowVec[9, f32]):\n    return dict(y=x / sum_all(x), z=b * sum_all(b))")
+    p = program(
+        "@finalize\ndef f(x: ColVec[f32], b: RowVec[9, f32]):\n    return dict(y=x / sum_all(x), z=b * sum_all(b))"
+    )
     expect(p, 600, lambda x, b: [x / x.sum(), b * b.sum()], values(p, 600))
     assert len(compile_rows(p, {}).steps) == 4
 
@@ -299,7 +304,12 @@ def test_what_a_total_divides_comes_in_a_second_launch():
 @pytest.mark.parametrize("rows, cols", [(0, 16), (3, 0), (0, 0)])
 def test_nothing_at_all(rows: int, cols: int):
     x, v = build.input_("x", tile(cols)), build.input_("v", rowvec(cols))
-    outputs = {"y": build.mul(x, v), "s": build.sum_row(x), "c": build.sum_col(x), "n": build.reduce(x, "sum", Kind.SCALAR)}
+    outputs = {
+        "y": build.mul(x, v),
+        "s": build.sum_row(x),
+        "c": build.sum_col(x),
+        "n": build.reduce(x, "sum", Kind.SCALAR),
+    }
     p = Program("none", "leftover", (x, v), tuple(outputs.items()))
     expect(p, rows, lambda x, v: [x * v, x.sum(1), x.sum(0), x.sum()], values(p, rows))
 

@@ -72,6 +72,11 @@ class Form:
         return min(pow2(extent), self.widest)
 
 
+def by_group(n: Node) -> bool:
+    """A reduction inside groups of columns."""
+    return n.op is ops.REDUCE and n.attrs[1] is Kind.GROUPVEC
+
+
 def form_of(launch: Launch, sinks: Sequence[Sink], parts: Mapping[Node, Node]) -> Form:
     """One row a program and loops over its columns; blocks of rows and columns where no row is needed whole; runs of
     rows where columns are summed."""
@@ -88,6 +93,9 @@ def form_of(launch: Launch, sinks: Sequence[Sink], parts: Mapping[Node, Node]) -
         widest = 256 if by_chunks else WHOLE_ROW
     elif by_chunks:
         widest = min(widest, 2048)
+    inside = [known(n.args[0].type.cols) // known(n.type.cols) for s in sources for n in postorder([s]) if by_group(n)]
+    if inside:  # a block of a group's columns is short, and takes more rows
+        widest = min(widest, max(pow2(max(inside)), 128))
     width = min(max((pow2(known(s.type.cols)) for s in sources), default=0), widest)
     block = 0 if not width or any(n.type.rows is not None for n in parts) else max(1, 2048 // width)
     return Form(in_runs, by_chunks, widest, block, width)

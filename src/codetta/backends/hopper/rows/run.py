@@ -221,7 +221,7 @@ class _Call:
 def _specialised(value: object, what: str) -> object:
     """What of an argument Triton compiles for: alignment, a stride of 1, the width of integers."""
     if isinstance(value, Tensor):
-        return value.data_ptr() % 16 == 0
+        return value.dtype, value.data_ptr() % 16 == 0
     if not isinstance(value, int):
         return None
     return value >= 1 << 31, what == "stride" and (value % 16 == 0, value == 1)

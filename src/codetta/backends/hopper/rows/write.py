@@ -47,7 +47,7 @@ def write(launch: Launch, name: str, parts: Mapping[Node, Node]) -> Kernel:
     head = f"def {name}({', '.join([*(a.name for a in arguments), *constants])}):"
     text = "\n".join([head, *(f"    {line}" for line in body.e.top.lines)]) + "\n"
     elements = 2048 if not form.block else form.block * form.width
-    warps = max(1, min(8, elements // 256))
+    warps = max(1, min(8 if elements < 8192 else 16, elements // 256))
     return Kernel(name, text, tuple(arguments), launch.rows, writer.chunks, form.block, warps, form.width, form.in_runs)
 
 
