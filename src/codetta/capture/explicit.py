@@ -117,7 +117,8 @@ def _call(like: Node, args: Any, kwargs: Any) -> Any:
     """The fake result of a node; an opaque call has run while tracing, and may not run outside of it."""
     if RESULT in like.meta:
         return like.meta[RESULT]
-    return WITH_SYMBOLS.get(like.target, like.target)(*args, **kwargs)
+    target: Any = WITH_SYMBOLS.get(like.target, like.target)
+    return target(*args, **kwargs)
 
 
 def _refuse_hidden_mutation(state: Rebuild, node: Node, args: Any) -> None:

@@ -108,7 +108,8 @@ def object_file(job: Job) -> Path:
     finally:
         shutil.rmtree(quack.cache.CACHE_DIR)
         quack.cache.CACHE_DIR = known
-    return Path(quack.cache.get_cache_path()) / _compute_source_fingerprint() / f"{probe.asked[-1]}.o"
+    folder: Path = quack.cache.get_cache_path() / _compute_source_fingerprint()
+    return folder / f"{probe.asked[-1]}.o"
 
 
 def _in_workers(jobs: list[Job], done: Callable[[Job], None]) -> None:

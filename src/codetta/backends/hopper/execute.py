@@ -104,7 +104,7 @@ def matmul(form: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def one_rounding() -> Iterator[None]:
     """The library may split a long inner dimension and, by PyTorch's default, round the parts' sums to 16 bits: ten
-    times the error of one rounding. Not here. (The switch is the process's: other threads lose nothing but that.)"""
+    times the error of one rounding. Not here. The switch is the process's; other threads lose nothing but that."""
     matmuls = torch.backends.cuda.matmul
     before = {name: (getattr(matmuls, name), getattr(matmuls, f"{name}_split_k", None)) for name in REDUCED}
     try:
