@@ -353,11 +353,16 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small layers and few tokens, to try the script")
     parser.add_argument("--parts", nargs="+", default=["segment", "model"], choices=("segment", "model"))
     parser.add_argument("--seeds", type=int, default=5, help=f"of the larger token count {LONG_SEEDS} at most")
+    parser.add_argument("--layers", nargs="+", default=["1B", "8B"], choices=("1B", "8B"), help="of which model")
+    parser.add_argument("--tokens", nargs="+", type=int, help="token counts, instead of 2,048 and 16,384")
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     console, begin = Console(width=160), perf_counter()
     layers, tokens = (SMALL_LAYERS, SMALL_TOKENS) if given.small else (LAYERS, TOKENS)
+    layers = layers if given.small else [x for x in layers if x.name in given.layers]
+    tokens = given.tokens or tokens
     builders = {"segment": segment, "model": model}
+    given.out.mkdir(parents=True, exist_ok=True)
     results = []
     for part in given.parts:
         for sizes in layers:
@@ -365,6 +370,7 @@ def main() -> int:
             for found in measure(builders[part](sizes, given.device), tokens, given.seeds):
                 results.append(found)
                 console.print(per_tensor(found), f"{found.seconds:.0f} s\n")
+                (given.out / "errors.json").write_text(json.dumps(to_json(results, given.device), indent=1))
             gc.collect()
             if given.device == "cuda":
                 torch.cuda.empty_cache()
@@ -372,8 +378,6 @@ def main() -> int:
     for found in results:
         for problem in found.problems:
             console.print(f"[red]{found.title}: {problem}[/red]")
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "errors.json").write_text(json.dumps(to_json(results, given.device), indent=1))
     return 0 if not any(t.problems for t in results) else 1
 
 

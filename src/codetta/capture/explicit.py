@@ -1,13 +1,13 @@
 """Rebuilds a traced ATen graph with every mode made explicit: casts for autocast, ``detach`` for no_grad."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._decomp import decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -109,16 +109,12 @@ def _emit(state: Rebuild, like: Node, args: Any, kwargs: Any, mode: Mode) -> Any
     return record(state, node, result)
 
 
-# Before torch 2.13 the C++ form of this op asks for plain numbers, and every size is specialised.
-WITH_SYMBOLS: dict[Any, Callable[..., Any]] = {aten.matmul.default: decompositions.matmul}
-
-
 def _call(like: Node, args: Any, kwargs: Any) -> Any:
     """The fake result of a node; an opaque call has run while tracing, and may not run outside of it."""
     if RESULT in like.meta:
         return like.meta[RESULT]
-    target: Any = WITH_SYMBOLS.get(like.target, like.target)
-    return target(*args, **kwargs)
+    with enable_python_dispatcher():  # before torch 2.13 the C++ forms of linear and matmul specialise every size
+        return like.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _refuse_hidden_mutation(state: Rebuild, node: Node, args: Any) -> None:
