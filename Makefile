@@ -14,7 +14,7 @@ STAMP := $(VENV)/.codetta-installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spills gpu check format clean
+.PHONY: help setup demo test spills gpu memcheck check format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -39,6 +39,9 @@ spills: $(STAMP)  ## compile every kernel of Llama 1B, 8B and 70B for SM90 and r
 
 gpu: $(STAMP)  ## run the tests that need a GPU with kernels
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+memcheck: $(STAMP)  ## the same GPU: a small training run under NVIDIA's memory checker
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(BIN)/python tests/gpu/memcheck.py
 
 check: $(STAMP)  ## formatting, lint, types, house rules
 	@$(BIN)/ruff format --check --quiet .

@@ -168,6 +168,8 @@ REFUSED = {
         "return dict(y=acc * random(s, row_index(acc), column_index(acc)))",
         "Tile[64, f32], s: Scalar[i64]",
     ),
+    "an integer as a number": ("return dict(y=where(t == 3, acc, 0.0))", "Tile[64, f32], t: ColVec[i64]"),
+    "a narrow scalar": ("return dict(y=acc * s)", "Tile[64, f32], s: Scalar[bf16]"),
     "groups": ("return dict(y=acc * rsqrt(sum_inside(acc * acc, groups=4)))", "Tile[64, f32]"),
     "an odd half": ("a, b = halves(acc, groups=2)\n    return dict(y=join_halves(b, a, groups=2))", "Tile[80, f32]"),
 }

@@ -22,7 +22,7 @@ from codetta.backends.hopper.columns import (
 from codetta.backends.hopper.lowered import Lowered, Mode, Operand, OperandKind, Sink, SinkKind, Store, accumulators
 from codetta.backends.hopper.scalar import ROUND, TEXT, constant
 from codetta.core.node import Node
-from codetta.core.types import DType, Kind, bf16, f16, f32, i32, i64
+from codetta.core.types import DType, Kind, bf16, f16, f32
 from codetta.ir import ops
 from codetta.ir.build import apply, mul
 from codetta.ir.program import Program, param_name
@@ -275,7 +275,7 @@ class _Lowering:
         if n is self.acc:
             return self._accumulator(lane)
         kind, dtype = KINDS[n.type.kind], n.type.dtype
-        if dtype not in LOADED and not (kind == "col" and dtype in (i32, i64)):
+        if dtype not in LOADED or (kind == "scalar" and dtype is not f32):  # integers would be rounded to float32
             raise NotLowered(f"{param_name(n)} is {n.type}")
         at = self.program.params.index(n)
         if kind in ("col", "scalar"):
