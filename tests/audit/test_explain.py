@@ -144,3 +144,22 @@ def raise_inner(call):
         call()
     except Exception as error:
         raise getattr(error, "inner_exception", error) from None
+
+
+def test_programs_that_are_no_single_kernel_are_named():
+    """A width that no tile of TMA fits: on a Hopper GPU the epilogue is a second launch, and explain says so."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 27, bias=False), nn.Linear(16, 24, bias=False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.tanh(self.a(x)), torch.tanh(self.b(x))
+
+    found = explain(Odd().bfloat16(), torch.randn(8, 16, dtype=torch.bfloat16))
+    named = [n for n in found.notes if "Hopper" in n]
+    assert any(
+        "a_b would run as a GEMM and a generated kernel behind it: 51 columns are no multiple of 8" in n for n in named
+    )
+    assert not any("Hopper" in n for n in explain(Odd(), torch.randn(8, 16)).notes)

@@ -16,13 +16,14 @@ from torch import Tensor, fx, nn
 from codetta.audit import report
 from codetta.audit.models import as_batch
 from codetta.audit.parts import Half, Opaque, Part, half_of
+from codetta.backends.hopper.choose import is_bare, why_split
 from codetta.capture.backend import CapturedGraph, captured
 from codetta.capture.logits import outputs_of
 from codetta.capture.names import layer_of
 from codetta.capture.normalise import is_parameter
 from codetta.capture.segment import Segment
 from codetta.capture.traffic import eager_bytes
-from codetta.core.types import ROWS, Kind
+from codetta.core.types import ROWS, Kind, bf16, f16
 from codetta.partition.plan import Plan, plan_text
 from codetta.partition.training import plan_boundary_fusion
 from codetta.runtime.compile import Segment as Compiled
@@ -131,7 +132,7 @@ def explain_graphs(graphs: Sequence[CapturedGraph], *, title: str, notes: Iterab
                 plans[key] = compiled.forward, compiled.backward(given)[0] if given else EMPTY
                 known[key, rows] = _halves(graph, i, compiled, given, rows)
             parts.append(Part(key, weight_layers(segment), rows, *known[key, rows]))
-    notes = [*notes, *attention_notes(graphs)]
+    notes = [*notes, *attention_notes(graphs), *kernel_notes(plans.values())]
     if not any(p.forward.gemms for p in parts):
         notes = [*notes, "nothing was understood: no segment contains a GEMM"]
     return Explanation(title, len(graphs), tuple(parts), tuple(opaque_calls(graphs)), plans, tuple(notes))
@@ -142,6 +143,20 @@ def attention_notes(graphs: Iterable[CapturedGraph]) -> list[str]:
     lines = [line.partition(": ") for graph in graphs for line in graph.attention]
     counts = Counter(outcome for _, _, outcome in lines)
     return [f"attention x{count}: {outcome}" for outcome, count in counts.items()]
+
+
+def kernel_notes(plans: Iterable[tuple[Plan, Plan]]) -> list[str]:
+    """Programs that are no single kernel on a Hopper GPU, by the reason: a line each."""
+    steps = [s for pair in plans for plan in pair for s in plan.steps if s.kind == "gemm" and not is_bare(s.program)]
+    found: dict[str, dict[str, None]] = {}
+    for s in steps:
+        reason = why_split(s.program) if s.program.gemm and s.program.gemm.dtype in (bf16, f16) else None
+        if reason is not None:
+            found.setdefault(reason, {})[s.program.name] = None
+    return [
+        f"on a Hopper GPU {', '.join(names)} would run as a GEMM and a generated kernel behind it: {reason}"
+        for reason, names in found.items()
+    ]
 
 
 def weight_layers(segment: Segment) -> tuple[str, ...]:
