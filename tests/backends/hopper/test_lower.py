@@ -184,6 +184,16 @@ def test_what_does_not_fit_one_kernel_says_why(name):
     assert why_split(p)
 
 
+@pytest.mark.parametrize("cols", [256, 384, 4096])
+def test_padding_that_is_not_zero_is_in_no_tile(cols):
+    """exp(0) is 1: where such a value is summed along the row, the tile's width divides the columns."""
+    p = program("return dict(y=to(acc, bf16), s=sum_row(exp(acc)))", f"Tile[{cols}, f32]")
+    _, config = choose(p)
+    assert cols % config.tile_n == 0
+    zero = program("return dict(y=to(acc, bf16), s=sum_row(exp(acc)))", f"Tile[{cols + 8}, f32]")
+    assert why_split(zero)
+
+
 def test_operands_that_the_mainloop_does_not_take():
     p = parse_program(
         '@epilogue(gemm="nt", k=64, dtype=f32)\ndef p(acc: Tile[64, f32]):\n    return dict(y=acc * 2.0)\n'

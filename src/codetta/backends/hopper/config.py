@@ -65,7 +65,7 @@ def subtile(config: Config) -> int:
 
 def fits(lowered: Lowered, config: Config) -> bool:
     """Whether ranges of columns, tables and heads begin and end where tiles and their subtiles do."""
-    if lowered.grain % config.tile_n:
+    if lowered.grain % config.tile_n or (lowered.whole_tiles and lowered.cols % config.tile_n):
         return False
     inside = [o.inside for o in lowered.operands if o.inside]
     heads = [2 * lowered.half] if lowered.mode == "halves" else []

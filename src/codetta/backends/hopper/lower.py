@@ -60,6 +60,7 @@ class _Lowering:
     names: dict[tuple[Node, int | None, Range | None], str] = field(default_factory=dict)
     grain: int = 0
     half: int = 0
+    whole_tiles: bool = False
     mode: Mode = "element"
     range: Range | None = None
     needs: set[int] = field(default_factory=set)  # the lanes that what is being emitted must be in
@@ -84,7 +85,9 @@ class _Lowering:
         body = [*self.lines, f"return {{{', '.join(returned)}}}"]
         source = "\n".join([head, *("    " + line for line in body)]) + "\n"
         found = tuple(self.operands.values())
-        return Lowered(self.mode, found, tuple(stores), tuple(sinks), source, cols, self.half, self.grain)
+        return Lowered(
+            self.mode, found, tuple(stores), tuple(sinks), source, cols, self.half, self.grain, self.whole_tiles
+        )
 
     @property
     def cols(self) -> int:
@@ -102,17 +105,13 @@ class _Lowering:
         if not isinstance(width, int) or dtype not in LOADED:
             raise NotLowered(f"{self._name(output)} is {root.type}")
         value = root.args[0] if root.op is ops.CAST else root
-        ranges = {(0, self.cols): value}
-        if value.op is not ops.JOIN or is_lanes(value):
-            found = range_of(value, self.acc)
-            ranges = {found or (0, self.cols): value}
-        made: list[Store] = []
-        for (start, stop), node in ranges.items():
-            self.range = None if (start, stop) == (0, self.cols) else (start, stop)
-            if self.range is not None:
-                self.grain = gcd(self.grain, start, stop)
-            made += self._store(output, node, width, dtype, returned)
+        self.range = range_of(value, self.acc) if value.op is not ops.JOIN or is_lanes(value) else None
+        if self.range == (0, self.cols):
             self.range = None
+        if self.range is not None:
+            self.grain = gcd(self.grain, *self.range)
+        made = self._store(output, value, width, dtype, returned)
+        self.range = None
         return made
 
     def _store(self, output: int, node: Node, width: int, dtype: DType, returned: list[str]) -> list[Store]:
@@ -206,9 +205,12 @@ class _Lowering:
 
     def _check_padding(self, output: int, x: Node, over_rows: bool) -> None:
         """A sum runs over whole tiles: beyond the last row or column the accumulator and all loads are zero, and so
-        must be what is summed."""
-        if not vanishes(x, over_rows) and (over_rows or self.cols % 256):
+        must be what is summed, or there must be nothing beyond; the number of rows is not known."""
+        if vanishes(x, over_rows):
+            return
+        if over_rows:
             raise NotLowered(f"{self._name(output)} sums what is not zero in a tile's padding")
+        self.whole_tiles = True
 
     # --- expressions -------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,8 @@ class Lowered:
 
     ``mode`` says what it is called on: "element", one accumulator column; "pair", the columns j and j + N/2 of a
     stacked GEMM; "halves", one column with the one ``half`` columns away in its head, ``lane`` saying which it is.
-    A range of columns begins and ends at a multiple of ``grain``."""
+    A range of columns begins and ends at a multiple of ``grain``; with ``whole_tiles`` no tile may be part padding,
+    since a sum would count it."""
 
     mode: Mode
     operands: tuple[Operand, ...]
@@ -76,6 +77,7 @@ class Lowered:
     cols: int
     half: int = 0
     grain: int = 0
+    whole_tiles: bool = False
 
     @property
     def digest(self) -> str:
