@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from codetta.core.node import Node
 from codetta.core.types import Kind, Type
 from codetta.ir import ops
 from codetta.ir.program import Program, is_partial
@@ -79,6 +80,20 @@ class Plan:
         """The inputs that steps read as one tensor, in order: siblings' weights, and biases joined as their columns."""
         read = [s.b for s in self.steps if len(s.b) > 1] + [names for s in self.steps for names in _joined(s)]
         return tuple(names for names in dict.fromkeys(read) if set(names) <= set(self.inputs))
+
+    @property
+    def reductions(self) -> dict[str, Node]:
+        """The reduction that made each partial buffer."""
+        stored = (pair for s in self.steps for pair in zip(s.stores, s.program.outputs, strict=True))
+        return {b: n for b, (_, n) in stored if b in self.partials}
+
+    def last_uses(self) -> list[list[str]]:
+        """For each step, the buffers that no later step reads and no output names."""
+        kept = {v.buffer for _, v in self.outputs}
+        last: dict[str, int] = {}
+        for i, s in enumerate(self.steps):
+            last.update({name: i for name in (s.a, *s.b, *s.loads, *s.stores) if name and name not in kept})
+        return [[name for name, i in last.items() if i == step] for step in range(len(self.steps))]
 
     @property
     def digest(self) -> str:

@@ -40,14 +40,8 @@ class Executable:
 
     def __init__(self, plan: Plan, *, batch_invariant: bool = False) -> None:
         self.plan = plan
-        reductions = {
-            b: n
-            for s in plan.steps
-            for b, (_, n) in zip(s.stores, s.program.outputs, strict=True)
-            if b in plan.partials
-        }
-        self.steps = [prepare(s, reductions, batch_invariant) for s in plan.steps]
-        self.dies = last_uses(plan)
+        self.steps = [prepare(s, plan.reductions, batch_invariant) for s in plan.steps]
+        self.dies = plan.last_uses()
         self.outputs = tuple(v.buffer for _, v in plan.outputs)
 
     def run(self, inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
@@ -60,15 +54,6 @@ class Executable:
             for name in dying:
                 del memory[name]
         return {name: memory[name] for name in self.outputs}
-
-
-def last_uses(plan: Plan) -> list[list[str]]:
-    """For each step, the buffers that no later step reads and no output names."""
-    kept = {v.buffer for _, v in plan.outputs}
-    last: dict[str, int] = {}
-    for i, s in enumerate(plan.steps):
-        last.update({name: i for name in (s.a, *s.b, *s.loads, *s.stores) if name and name not in kept})
-    return [[name for name, i in last.items() if i == step] for step in range(len(plan.steps))]
 
 
 def prepare(step: Step, reductions: Mapping[str, Node], batch_invariant: bool) -> Run:
@@ -101,6 +86,13 @@ def matmul(form: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(x, y).to(dtype)
 
 
+def product(step: Step, memory: Memory, dtype: DType) -> Tensor:
+    """The bare GEMM of a step."""
+    if step.program.gemm is None:
+        raise PlanError(f"{step.program.name} has no GEMM")
+    return matmul(step.program.gemm.form, memory[step.a], stacked([memory[w] for w in step.b]), TORCH[dtype])
+
+
 @contextmanager
 def one_rounding() -> Iterator[None]:
     """The library may split a long inner dimension and, by PyTorch's default, round the parts' sums to 16 bits: ten
@@ -125,10 +117,7 @@ class Bare:
 
     def __call__(self, memory: Memory, rows: int) -> Sequence[Tensor]:
         """The one output."""
-        step = self.step
-        b = stacked([memory[w] for w in step.b])
-        form = step.program.gemm.form if step.program.gemm is not None else ""
-        return [matmul(form, memory[step.a], b, TORCH[self.dtype])]
+        return [product(self.step, memory, self.dtype)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +129,8 @@ class Split:
 
     def __call__(self, memory: Memory, rows: int) -> Sequence[Tensor]:
         """The outputs of both launches."""
-        step, acc = self.step, self.step.program.params[0].type.dtype
-        b = stacked([memory[w] for w in step.b])
-        form = step.program.gemm.form if step.program.gemm is not None else ""
-        found = matmul(form, memory[step.a], b, TORCH[acc])
-        return self.kernel([found, *(memory[name] for name in step.loads)], rows)
+        acc = product(self.step, memory, self.step.program.params[0].type.dtype)
+        return self.kernel([acc, *(memory[name] for name in self.step.loads)], rows)
 
 
 @dataclass(frozen=True, slots=True)

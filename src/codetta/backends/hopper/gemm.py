@@ -26,7 +26,8 @@ from codetta.backends.hopper.device.ops import (
     ViewStore,
 )
 from codetta.backends.hopper.lowered import Lowered, Operand, Sink
-from codetta.core.types import DType, bf16, f16, f32, i32, i64
+from codetta.backends.reference.evaluate import TORCH
+from codetta.core.types import DType, f32
 from codetta.ir.program import Program
 
 # isort: split
@@ -34,7 +35,6 @@ from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiOp, OnlineLSEReduce, RowVecReduce, Scalar, TileLoad
 from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
 
-TORCH = {bf16: torch.bfloat16, f16: torch.float16, f32: torch.float32, i32: torch.int32, i64: torch.int64}
 REDUCE = {"sum": "add", "max": "max", "absmax": "max_abs"}
 NOMINAL = 256  # rows and inner size of the shapes a kernel is traced with; neither enters it
 

@@ -121,13 +121,8 @@ class Executable:
         """PyTorch's GEMM may choose its algorithm by the number of rows: ``batch_invariant`` is not seen to here."""
         self.plan = plan
         self.bodies = [compile_body(s.program) for s in plan.steps]
-        self.dies = _last_uses(plan)
-        self.reductions = {
-            b: n
-            for s in plan.steps
-            for b, (_, n) in zip(s.stores, s.program.outputs, strict=True)
-            if b in plan.partials
-        }
+        self.dies = plan.last_uses()
+        self.reductions = plan.reductions
 
     def run(self, inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
         """Execute; ``rows`` is the token count. The result has each buffer that an output names."""
@@ -158,14 +153,3 @@ def own_memory(memory: dict[str, Tensor], step: Step) -> None:
             t = t.clone(memory_format=torch.contiguous_format)
         taken.add(t.untyped_storage().data_ptr())
         memory[name] = t
-
-
-def _last_uses(plan: Plan) -> list[list[str]]:
-    """For each step, the buffers that no later step reads and no output names."""
-    kept = {v.buffer for _, v in plan.outputs} | set(plan.inputs)
-    last: dict[str, int] = {}
-    for i, s in enumerate(plan.steps):
-        for name in (s.a, *s.b, *s.loads, *s.stores):
-            if name and name not in kept:
-                last[name] = i
-    return [[n for n, i in last.items() if i == step] for step in range(len(plan.steps))]
