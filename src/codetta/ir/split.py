@@ -42,6 +42,14 @@ class Split:
             raise ShapeError(f"parts of {self.sizes} columns do not add up to the {inside} columns of a group")
         return self.groups * self.sizes[index]
 
+    def ranges(self, cols: int) -> list[tuple[int, int]]:
+        """The columns of each part, first and one past the last; of a split with one group."""
+        if self.groups != 1 or self.adjacent:
+            raise ShapeError("parts of groups, or of adjacent columns, are no ranges of columns")
+        sizes = self.sizes or (cols // self.parts,) * self.parts
+        ends = [sum(sizes[: i + 1]) for i in range(self.parts)]
+        return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
     def joined_cols(self, part_cols: tuple[Dim | None, ...]) -> Dim:
         """The column count of the whole, given that of each part (None for a part that is a plain zero)."""
         if len(part_cols) != self.parts:

@@ -20,9 +20,9 @@ class NotLowered(Exception):
 
 
 def is_lanes(n: Node) -> bool:
-    """A part or a join of two lanes (not of adjacent columns)."""
+    """A part or a join of two lanes."""
     split = n.attrs[0]
-    return n.op in (ops.PART, ops.JOIN) and isinstance(split, Split) and split.is_pair and not split.adjacent
+    return n.op in (ops.PART, ops.JOIN) and isinstance(split, Split) and split.is_pair
 
 
 def depends(n: Node, acc: Node) -> bool:
@@ -33,9 +33,14 @@ def depends(n: Node, acc: Node) -> bool:
 def mode_of(program: Program, acc: Node) -> tuple[Mode, int]:
     """How the lanes of the accumulator are reached, and how far apart they are in "halves" mode."""
     parts = [n for n in program.body if n.op in (ops.PART, ops.JOIN) and is_lanes(n)]
-    if any(isinstance(n.attrs[0], Split) and n.attrs[0].adjacent for n in program.body if n.op in (ops.PART, ops.JOIN)):
-        raise NotLowered("adjacent columns in pairs")
     lanes = [n for n in parts if n.op is ops.PART and n.type.kind is Kind.TILE and depends(n, acc)]
+    adjacent = {isinstance(n.attrs[0], Split) and n.attrs[0].adjacent for n in lanes or parts}
+    if len(adjacent) > 1:
+        raise NotLowered("lanes of adjacent columns beside lanes in halves")
+    if adjacent == {True}:
+        if not lanes:
+            raise NotLowered("adjacent columns made of values of single columns")
+        return "adjacent", 1
     if not lanes:
         return "element", 0
     halves = set()
@@ -68,8 +73,7 @@ def range_of(n: Node, acc: Node) -> Range | None:
                 whole = m.args[0].type.cols
                 if whole != acc.type.cols or not isinstance(whole, int) or split.groups != 1:
                     raise NotLowered("ranges within ranges of columns")
-                sizes = split.sizes or (whole // split.parts,) * split.parts
-                found.add((sum(sizes[:index]), sum(sizes[: index + 1])))
+                found.add(split.ranges(whole)[index])
     if len(found) > 1:
         raise NotLowered(f"one output from several ranges of columns: {sorted(found)}")
     return next(iter(found), None)
@@ -92,7 +96,7 @@ def vanishes(n: Node, over_rows: bool) -> bool:
     """Whether a value is zero where the accumulator and every Tile is, beyond the last row (or column)."""
     if n.op is ops.INPUT:
         along = Kind.COLVEC if over_rows else Kind.ROWVEC
-        return n.type.kind in (Kind.TILE, Kind.TABLE, along)
+        return n.type.kind in (Kind.TILE, Kind.TABLE, along) or (over_rows and n.type.kind is Kind.GROUPVEC)
     if n.op is ops.CONST:
         return is_zero(n)
     if n.op is ops.MUL:

@@ -4,6 +4,7 @@ What it shows is the lowering: names bound to the right columns, lanes, reductio
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ NAMES: dict[str, Any] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "maximum": lambda a, b: torch.maximum(*_tensors(a, b)),
     "minimum": lambda a, b: torch.minimum(*_tensors(a, b)),
-    "where": torch.where,
+    "where": lambda c, a, b: torch.where(torch.as_tensor(c), *_tensors(a, b)),
     "round_bf16": lambda x: x.bfloat16().to(x.dtype),
     "round_f16": lambda x: x.half().to(x.dtype),
     "pack": lambda a, b: (a, b),
@@ -29,7 +30,7 @@ NAMES: dict[str, Any] = {
 
 
 def _tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    like = a if isinstance(a, Tensor) else b
+    like = a if isinstance(a, Tensor) else torch.as_tensor(b)
     return torch.as_tensor(a, dtype=like.dtype), torch.as_tensor(b, dtype=like.dtype)
 
 
@@ -39,10 +40,12 @@ def emulate(lowered: Lowered, acc: Tensor, params: Sequence[Tensor]) -> dict[int
     All in the accumulator's dtype; nothing is rounded to a store's; reductions are whole."""
     returned: dict[str, Any] = {}
     wide = [p.to(acc.dtype) if p.is_floating_point() else p for p in params]
-    function = _function(lowered)
+    function = _function(lowered.source, "epilogue")
+    statistics = _statistics(lowered, acc, wide)
     for columns, accumulator in _visits(lowered, acc):
         loads = {o.name: _load(lowered, o, wide[o.param], columns) for o in lowered.operands}
-        for name, value in function(*accumulator, **loads).items():
+        groups = {s.name: statistics[s.name][:, columns // s.inside] for s in lowered.statistics}
+        for name, value in function(*accumulator, **loads, **groups).items():
             returned.setdefault(name, []).append(value)
     order = torch.cat([columns for columns, _ in _visits(lowered, acc)]).argsort()
     outputs: dict[int, Tensor] = {}
@@ -53,15 +56,36 @@ def emulate(lowered: Lowered, acc: Tensor, params: Sequence[Tensor]) -> dict[int
         factors = returned[sink.name]
         if sink.factors:
             factors = [a * b for a, b in factors]
-        _put(outputs, sink.output, _reduced(sink, _whole(factors, acc, order, lowered), params))
+        value = _whole(factors, acc, order, lowered)
+        _put(outputs, sink.output, _reduced(sink, value[:, slice(*sink.source)] if sink.source else value, params))
+    for group in lowered.groups:
+        value = statistics[group.statistic]
+        inside = acc.shape[1] // value.shape[1]
+        first, last = (c // inside for c in group.source or (0, acc.shape[1]))
+        outputs[group.output] = value[:, first:last]
     return outputs
 
 
-def _function(lowered: Lowered) -> Callable[..., Mapping[str, Any]]:
+def _function(source: str, name: str) -> Callable[..., Mapping[str, Any]]:
     scope = dict(NAMES)
-    exec(compile(lowered.source, "<epilogue>", "exec"), scope)
-    function: Callable[..., Mapping[str, Any]] = scope["epilogue"]
+    exec(compile(source, "<epilogue>", "exec"), scope)
+    function: Callable[..., Mapping[str, Any]] = scope[name]
     return function
+
+
+def _statistics(lowered: Lowered, acc: Tensor, params: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The values (M, groups) of the reductions inside groups."""
+    if not lowered.statistics:
+        return {}
+    function, every = _function(lowered.prepass, "prepass"), torch.arange(acc.shape[1])
+    taken = inspect.signature(function).parameters
+    loads = {o.name: _load(lowered, o, params[o.param], every) for o in lowered.operands if o.name in taken}
+    found = {}
+    for s, value in zip(lowered.statistics, function(acc, **loads).values(), strict=True):
+        grouped = value.expand(acc.shape).unflatten(1, (-1, s.inside))
+        total = grouped.sum(2) if s.kind == "sum" else grouped.amax(2)
+        found[s.name] = eval(s.finish, NAMES, {"total": total})
+    return found
 
 
 def _visits(lowered: Lowered, acc: Tensor) -> list[tuple[Tensor, tuple[Any, ...]]]:
@@ -80,11 +104,25 @@ def _load(lowered: Lowered, o: Operand, value: Tensor, columns: Tensor) -> Any:
         return value
     if o.kind == "col":
         return value.unsqueeze(1)
+    if o.kind == "hit":
+        return columns == value.unsqueeze(1)
     if o.columns:
         value = value[..., slice(*o.columns)]
+    if o.source and o.kind != "group":
+        value = F.pad(value, (o.source[0], lowered.cols - o.source[1]))
     if lowered.mode == "pair":
         return value[..., : lowered.half], value[..., lowered.half :]
-    return value[..., columns % o.inside if o.kind == "table" else columns]
+    if o.lanes:
+        own = (columns // lowered.half) % 2
+        first = columns - own * lowered.half
+        return value[first], value[first + lowered.half]
+    if o.kind == "group":
+        start, stop = o.source or (0, lowered.cols)
+        inside = (columns >= start) & (columns < stop)
+        return torch.where(inside, value[:, torch.where(inside, columns - start, 0) // o.inside], 0.0)
+    if o.kind == "table":
+        columns = (columns // 2 if o.spread else columns) % o.inside
+    return value[..., columns]
 
 
 def _whole(values: list[Any], acc: Tensor, order: Tensor, lowered: Lowered) -> Tensor:
@@ -92,7 +130,7 @@ def _whole(values: list[Any], acc: Tensor, order: Tensor, lowered: Lowered) -> T
     flat = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
     width = acc.shape[1] // (2 if lowered.mode != "element" else 1)
     whole = torch.cat([torch.as_tensor(v, dtype=acc.dtype).expand(acc.shape[0], width) for v in flat], 1)
-    return whole[:, order] if lowered.mode == "halves" else whole
+    return whole[:, order] if lowered.by_lane else whole
 
 
 def _put(outputs: dict[int, Tensor], at: int, value: Tensor) -> None:

@@ -4,14 +4,14 @@ Parameters and outputs go by position, so that programs that differ in names onl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Literal
 
 from codetta.core.types import DType
 
-Mode = Literal["element", "pair", "halves"]
-OperandKind = Literal["tile", "row", "col", "table", "group", "scalar"]
+Mode = Literal["element", "pair", "halves", "adjacent"]
+OperandKind = Literal["tile", "row", "col", "table", "group", "scalar", "hit"]
 SinkKind = Literal["row_sum", "row_max", "row_absmax", "col_sum", "col_max", "col_absmax", "lse", "select"]
 
 
@@ -19,7 +19,10 @@ SinkKind = Literal["row_sum", "row_max", "row_absmax", "col_sum", "col_max", "co
 class Operand:
     """A value that the function reads: columns ``start:stop`` of a parameter (None: all of it).
 
-    ``inside`` is the width after which a table repeats, or of one group of a GroupVec."""
+    ``inside`` is the width after which a table repeats, or of one group of a GroupVec. A vector of one range of the
+    accumulator's columns, ``source``, is 0 outside. With ``lanes`` the function gets a row vector's two values at the
+    lanes of its column; a table that is ``spread`` has one value for the two. A "hit" says whether a column is the one
+    that an integer ColVec names for its row."""
 
     name: str
     kind: OperandKind
@@ -27,6 +30,9 @@ class Operand:
     dtype: DType
     columns: tuple[int, int] | None = None
     inside: int = 0
+    source: tuple[int, int] | None = None
+    lanes: bool = False
+    spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,8 @@ class Store:
 class Sink:
     """A reduction: the function returns what is reduced, under ``name``; a product's two factors if ``factors``.
 
-    ``index`` is the parameter that names the column of a select."""
+    ``index`` is the parameter that names the column of a select; ``source`` the accumulator's columns that are reduced
+    (None: all). What is ``masked`` need not be 0 in the padding of a tile."""
 
     name: str
     output: int
@@ -53,6 +60,8 @@ class Sink:
     factors: bool = False
     index: int = -1
     columns: tuple[int, int] | None = None
+    source: tuple[int, int] | None = None
+    masked: bool = False
 
     @property
     def over_rows(self) -> bool:
@@ -61,13 +70,35 @@ class Sink:
 
 
 @dataclass(frozen=True, slots=True)
+class Statistic:
+    """A reduction inside groups of ``inside`` columns, done before anything is stored: the second function,
+    ``prepass``, returns what is reduced under ``name``; ``finish`` is the text of a function of the ``total``, whose
+    value the first function reads."""
+
+    name: str
+    kind: Literal["sum", "max"]
+    inside: int
+    finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStore:
+    """An output (M, groups) that gets the values of a statistic, of the groups in the accumulator's columns ``source``
+    (None: of all)."""
+
+    name: str
+    output: int
+    statistic: str
+    source: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Lowered:
     """An epilogue as a function of one element.
 
     ``mode`` says what it is called on: "element", one accumulator column; "pair", the columns j and j + N/2 of a
-    stacked GEMM; "halves", one column with the one ``half`` columns away in its head, ``lane`` saying which it is.
-    A range of columns begins and ends at a multiple of ``grain``; with ``whole_tiles`` no tile may be part padding,
-    since a sum would count it."""
+    stacked GEMM; "halves", one column with the one ``half`` columns away in its head, ``lane`` saying which it is;
+    "adjacent", one column with the other of its pair. A range of columns begins and ends at a multiple of ``grain``."""
 
     mode: Mode
     operands: tuple[Operand, ...]
@@ -77,7 +108,9 @@ class Lowered:
     cols: int
     half: int = 0
     grain: int = 0
-    whole_tiles: bool = False
+    statistics: tuple[Statistic, ...] = ()
+    groups: tuple[GroupStore, ...] = ()
+    prepass: str = ""
 
     @property
     def digest(self) -> str:
@@ -85,11 +118,28 @@ class Lowered:
         return sha256(repr(self).encode()).hexdigest()
 
     @property
+    def kernel_digest(self) -> str:
+        """A content hash of what is compiled: sizes, and which columns of a tensor a name stands for, are not."""
+        views = (tuple(replace(x, columns=None) for x in found) for found in (self.operands, self.stores, self.sinks))
+        half = 0 if self.mode == "pair" and not any(o.lanes for o in self.operands) else self.half
+        operands, stores, sinks = views
+        whole = replace(self, cols=0, half=half, operands=operands, stores=stores, sinks=sinks)  # type: ignore[arg-type]
+        return whole.digest
+
+    @property
     def arguments(self) -> list[str]:
         """The function's parameters, in order."""
-        return [*accumulators(self.mode), *(o.name for o in self.operands)]
+        return [*accumulators(self.mode), *(o.name for o in self.operands), *(s.name for s in self.statistics)]
+
+    @property
+    def by_lane(self) -> bool:
+        """Whether the function is called on one of two lanes that are not side by side in memory."""
+        return self.mode in BY_LANE
+
+
+BY_LANE = ("halves", "adjacent")
 
 
 def accumulators(mode: Mode) -> list[str]:
     """The parameters that stand for the accumulator."""
-    return ["acc", "other", "lane"] if mode == "halves" else ["acc"]
+    return ["acc", "other", "lane"] if mode in BY_LANE else ["acc"]

@@ -1,10 +1,11 @@
 """Epilogue operations that QuACK lacks, on its own protocol: stores into ranges of columns, tables that repeat, the
-other half of a head, vectors whose padding is zero.
+other lane of a column.
 
 Private surface of QuACK 0.6.5: `quack.epilogue.ops` and attributes of its GEMM object."""
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from cutlass import const_expr, cute
 from quack import copy_utils
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import torch2cute_dtype_map
-from quack.epilogue.ops import ColVecLoad, RowVecLoad, Scalar, TileLoad, TileStore
+from quack.epilogue.ops import Scalar, TileLoad, TileStore
 from quack.gemm_sm90 import GemmSm90
 from quack.gemm_tvm_ffi_utils import div_for_dtype, fake_batched
 
@@ -71,14 +72,8 @@ class ViewStore(TileStore):
             return super().store_setup(
                 gemm, params, smem_tensor, tiled_copy_r2s, tiled_copy_t2r, tile_coord_mnkl, *rest
             )
-        tile_n = gemm.cta_tile_shape_mnk[1]
-        first, last = self.start // tile_n, self.stop // tile_n
-        m, n, k, batch = tile_coord_mnkl
-        inside = (n >= first) & (n < last)
-        column = cutlass.select_(inside, n - first, 0)  # a tile outside is not stored, but its address is formed
-        found = super().store_setup(
-            gemm, params, smem_tensor, tiled_copy_r2s, tiled_copy_t2r, (m, column, k, batch), *rest
-        )
+        at, inside = tile_within(tile_coord_mnkl, gemm.cta_tile_shape_mnk[1], self.start, self.stop)
+        found = super().store_setup(gemm, params, smem_tensor, tiled_copy_r2s, tiled_copy_t2r, at, *rest)
         return (*found[:3], inside)
 
 
@@ -129,9 +124,9 @@ class TableLoad(TileLoad):
         return copy_subtile
 
 
-class OtherHalf(Scalar):
-    """``partner(x)`` gives the accumulator's value ``half`` columns away in the same head, and the lane (0 or 1) that
-    the own column is in. Both lie in the same thread's registers; the lane is known when the kernel is traced."""
+class Partner(Scalar):
+    """``partner(x)`` gives the accumulator's value at the other lane of a column: ``half`` columns away in the same
+    head, or beside it (0); and the lane, 0 or 1, that the own column is in. Both lie in the same thread's registers."""
 
     fn_port = "apply"
 
@@ -150,54 +145,57 @@ class OtherHalf(Scalar):
         return ctx.tRS_rD_layout
 
     def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
-        columns = cute.size(gemm.epi_tile[1])
-        apart = self.half // columns
-        m, n = epi_coord
-        lane = (n // apart) % 2
-        partner = n + apart if lane == 0 else n - apart
         other = cute.make_rmem_tensor(state, gemm.acc_dtype)
-        cute.autovec_copy(gemm.accumulator[None, None, None, (m, partner)], other)
+        if self.half == 0:
+            cute.autovec_copy(gemm.accumulator[None, None, None, epi_coord], other)
+            return swapped(other), None
+        lane, coordinate = other_lane(gemm, self.half, epi_coord)
+        cute.autovec_copy(gemm.accumulator[None, None, None, coordinate], other)
         return other, lane
 
     def fn_apply(self, gemm: Any, pstate: Any, i: Any, value: Any) -> Any:
         other, lane = pstate
-        return other[i], lane
+        return other[i], i % 2 if lane is None else lane
+
+
+def swapped(fragment: Any) -> Any:
+    """A subtile's values with each two adjacent columns exchanged: a thread's registers hold them side by side."""
+    found = cute.make_rmem_tensor(fragment.layout.shape, fragment.element_type)
+    for i in range(0, cute.size(fragment), 2):
+        found[i], found[i + 1] = fragment[i + 1], fragment[i]
+    return found
+
+
+FAR = 1 << 16  # a tile that is in no tensor: its address is formed, and nothing is read or written there
+
+
+def tile_within(tile_coord_mnkl: Any, tile_n: int, start: int, stop: int) -> tuple[Any, Any]:
+    """The coordinate of a tile counted from column ``start``, and whether it lies in ``start:stop``, both of which
+    tiles divide; outside it is one that lies in no tensor."""
+    m, n, k, batch = tile_coord_mnkl
+    first, last = start // tile_n, stop // tile_n
+    inside = (n >= first) & (n < last)
+    return (m, cutlass.select_(inside, n - first, cutlass.Int32(FAR)), k, batch), inside
+
+
+def within(ctx: Any, start: int, stop: int) -> Any:
+    """The context of a tile as it is for a tensor that has the columns ``start:stop`` only (0:0: all)."""
+    if not stop:
+        return ctx
+    found = copy.copy(ctx)
+    found.tile_coord_mnkl, _ = tile_within(ctx.tile_coord_mnkl, ctx.tile_N, start, stop)
+    return found
+
+
+def other_lane(gemm: Any, half: int, epi_coord: Any) -> tuple[int, Any]:
+    """The lane that a subtile is in, known when the kernel is traced, and the coordinate of the other's subtile."""
+    apart = half // cute.size(gemm.epi_tile[1])
+    m, n = epi_coord
+    lane = (n // apart) % 2
+    return lane, (m, n + apart if lane == 0 else n - apart)
 
 
 def _load_and_note(gemm: Any, accumulator: Any, target: Any, epi_coord: Any, no_release: bool = False) -> None:
     """GemmBase.epi_load_acc_subtile, which also leaves the whole accumulator where ``OtherHalf`` finds it."""
     gemm.accumulator = accumulator
     cute.autovec_copy(accumulator[None, None, None, epi_coord], target)
-
-
-@cute.jit
-def _zero_padding(smem: cute.Tensor, limit: cutlass.Int32, size: cutlass.Constexpr[int], ctx: Any) -> None:
-    """Write 0 beyond the end of a vector that fills only ``limit`` of a tile's ``size`` places."""
-    if limit < size:
-        for i in cutlass.range_constexpr(-(-size // ctx.num_epi_threads)):
-            at = i * ctx.num_epi_threads + ctx.tidx
-            if at >= limit:
-                if at < size:
-                    smem[at] = smem.element_type(0)
-
-
-def _begin_padded(op: Any, param: Any, smem: Any, ctx: Any) -> None:
-    tile = op._tile_dim(ctx)
-    limit = cute.size(param, mode=[cute.rank(param) - 1]) - ctx.tile_coord_mnkl[op._coord_idx()] * tile
-    _zero_padding(smem, limit, tile, ctx)
-
-
-class RowLoad(RowVecLoad):
-    """A RowVec (N,); 0 beyond its end, where QuACK's leaves what shared memory held."""
-
-    def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
-        _begin_padded(self, param, smem_tensor, ctx)
-        return RowVecLoad.begin(self, gemm, param, smem_tensor, ctx)
-
-
-class ColLoad(ColVecLoad):
-    """A ColVec (M,); 0 beyond its end."""
-
-    def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
-        _begin_padded(self, param, smem_tensor, ctx)
-        return ColVecLoad.begin(self, gemm, param, smem_tensor, ctx)
