@@ -8,7 +8,7 @@ from rich.console import Console
 
 from codetta.audit import doctor
 from codetta.audit.doctor import Device, diagnose
-from codetta.backends.hopper import support
+from codetta.backends.hopper import support, table
 
 
 def test_this_machine():
@@ -93,3 +93,18 @@ def test_a_source_tree_knows_its_pins(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "requires", absent)
     packages = {p.name: p for p in diagnose().packages}
     assert {p.name: p.versions for p in support.PINS} == {p.name: packages[p.name].wanted for p in support.PINS}
+
+
+def test_the_tables_that_serve_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CODETTA_CACHE_DIR", str(tmp_path))
+    own = table.user_file(table.this_gpu())
+    key = table.Key("nt bf16 element: -> bf16", 4096, 4096, 512)
+    table.write(table.Table("NVIDIA H200", {key: table.Entry(None)}), own)
+    table.tables.cache_clear()
+    try:
+        assert f"1 measured on NVIDIA H200, {own}" in diagnose().tuned
+        own.write_text("broken")
+        table.tables.cache_clear()
+        assert any("no table of configurations" in line for line in diagnose().tuned)
+    finally:
+        table.tables.cache_clear()

@@ -18,6 +18,8 @@ from rich.table import Table
 import codetta
 from codetta import settings
 from codetta.backends.hopper.support import PINS, no_device, why_not, why_not_installed, why_not_version
+from codetta.backends.hopper.table import tables
+from codetta.errors import SettingsError
 
 # What codetta runs on, and the extra that asks for it; what it asks for is in the package's own metadata.
 PACKAGES = (
@@ -93,6 +95,7 @@ class Diagnosis:
     packages: tuple[Package, ...]
     conflicts: tuple[Conflict, ...]
     cache: Cache
+    tuned: tuple[str, ...]
     gpus: tuple[Device, ...]
     no_gpu: str
     targets: tuple[Target, ...]
@@ -117,7 +120,8 @@ class Diagnosis:
             targets.add_row("[green]yes[/green]" if t.runs else "[red]no[/red]", t.name, escape(t.reason))
         devices = [_line(d) for d in self.gpus] or [f"no GPU: {self.no_gpu}"]
         head = f"codetta {self.codetta} on Python {self.python}, {self.system}, {self.cores} cores"
-        return Group(head, *devices, cache, "", packages, *conflicts, "", targets)
+        tuned = [escape(f"tuned configurations: {line}") for line in self.tuned]
+        return Group(head, *devices, cache, *tuned, "", packages, *conflicts, "", targets)
 
 
 def _line(d: Device) -> str:
@@ -136,6 +140,7 @@ def diagnose() -> Diagnosis:
         packages=tuple(_package(name) for name in PACKAGES),
         conflicts=tuple(_conflicts()),
         cache=_cache(),
+        tuned=tuple(_tuned()),
         gpus=gpus,
         no_gpu=no_gpu,
         targets=tuple(_targets(gpus)),
@@ -184,6 +189,15 @@ def _cache() -> Cache:
     folder = settings.cache_dir()
     sizes = [f.stat().st_size for f in folder.rglob("*") if f.is_file()]
     return Cache(str(folder), len(sizes), sum(sizes))
+
+
+def _tuned() -> Iterable[str]:
+    """The tables that serve this GPU (one that is assumed, where there is none), the user's own first."""
+    try:
+        for t in tables():
+            yield f"{len(t.entries)} measured on {t.gpu}, {t.path}"
+    except SettingsError as error:
+        yield str(error)
 
 
 def _gpus() -> tuple[tuple[Device, ...], str]:

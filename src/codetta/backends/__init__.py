@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from codetta.backends.base import Backend
-from codetta.errors import SettingsError
+from codetta.backends.hopper.support import why_not
+from codetta.errors import SettingsError, UnsupportedError
 from codetta.partition.plan import Plan
 
 # Where each backend's Executable lives. It is imported when it is asked for: kernels need packages that few have.
@@ -24,8 +26,16 @@ def get_backend(name: str) -> Backend:
     return backend
 
 
-def prepare(name: str, plans: Iterable[Plan], *, batch_invariant: bool = False) -> None:
-    """Compile what these plans will need, side by side, before any of them runs."""
+def get_bench(progress: Callable[[str, int, int], None]) -> Any:
+    """What compiles and times kernels on this GPU; UnsupportedError says why there are none."""
+    reason = why_not()
+    if reason is not None:
+        raise UnsupportedError(f"there is nothing to tune here: {reason}", hint="codetta doctor says more")
+    return importlib.import_module("codetta.backends.hopper.trial").Gpu(progress)
+
+
+def prepare(name: str, plans: Iterable[Plan], *, batch_invariant: bool = False, rows: int | None = None) -> None:
+    """Compile what these plans will need for a number of tokens, side by side, before any of them runs."""
     if name == "hopper":
         build = importlib.import_module("codetta.backends.hopper.build")
-        build.compile_all(build.jobs_of(plans, batch_invariant))
+        build.compile_all(build.jobs_of(plans, batch_invariant, rows))

@@ -1,4 +1,4 @@
-"""The command line: ``codetta demo | explain | verify | doctor``. A command is imported when it is called."""
+"""The command line: ``codetta demo``, ``explain``, ``verify`` and so on. A command is imported when it is called."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ COMMANDS = {
     "demo": "Train a small Llama on real text twice, eager and codetta, and compare.",
     "explain": "Show what becomes of a model: programs, leftovers with reasons, bytes, time.",
     "verify": "Compare outputs and gradients with float64 and with eager.",
+    "tune": "Measure which configuration of each kernel is fastest on this GPU, and keep it.",
+    "bench": "Measure programs and layers next to bare GEMMs and others' kernels.",
     "doctor": "Say what this machine can run, with which versions, and why not more.",
 }
 

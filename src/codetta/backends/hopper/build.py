@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from codetta.backends.hopper.choose import is_bare
+from codetta.backends.hopper.choose import own_kernel
 from codetta.backends.hopper.columns import NotLowered
 from codetta.backends.hopper.gemm import Job, compiled, job_of
 from codetta.backends.hopper.toolchain import compiling_environment
@@ -31,19 +32,19 @@ from quack.cache.jit import _compute_source_fingerprint
 from quack.gemm_runtime import host
 
 WORTH_WORKERS = 3  # a worker takes seconds to start: fewer kernels than that are compiled here
-MAX_WORKERS = 8
+MAX_WORKERS = 16
 
 
-def jobs_of(plans: Iterable[Plan], batch_invariant: bool = False) -> dict[Job, str]:
-    """The kernels of some plans, each once, with the name of a program that it is for."""
+def jobs_of(plans: Iterable[Plan], batch_invariant: bool = False, rows: int | None = None) -> dict[Job, str]:
+    """The kernels of some plans at a number of tokens, each once, with the name of a program that it is for."""
     found: dict[Job, str] = {}
-    for plan in plans:
-        for step in plan.steps:
-            if step.kind == "gemm" and (batch_invariant or not is_bare(step.program)):
-                try:
-                    found.setdefault(job_of(step.program), step.program.name)
-                except NotLowered:  # a GEMM and a map behind it
-                    continue
+    for step in (s for plan in plans for s in plan.steps if s.kind == "gemm"):
+        if own_kernel(step.program, rows, batch_invariant):
+            try:
+                job = job_of(step.program, None if batch_invariant else rows)
+                found.setdefault(job, step.program.name)
+            except NotLowered:  # a GEMM and a map behind it
+                continue
     return found
 
 
@@ -52,7 +53,7 @@ def compile_all(jobs: dict[Job, str]) -> None:
     missing = [job for job in jobs if not is_cached(job)]
     with _progress(len(missing)) as done:
         if len(missing) >= WORTH_WORKERS:
-            _in_workers(missing, lambda job: done(jobs[job]))
+            in_workers(missing, lambda job: done(jobs[job]))
         else:
             for job in missing:
                 compiled(job)
@@ -112,24 +113,27 @@ def object_file(job: Job) -> Path:
     return folder / f"{probe.asked[-1]}.o"
 
 
-def _in_workers(jobs: list[Job], done: Callable[[Job], None]) -> None:
+def in_workers(
+    jobs: list[Job], done: Callable[[Job], None], workers: int = MAX_WORKERS, seconds: float = float("inf")
+) -> None:
+    """Compile in processes of their own; after that many seconds no more is begun."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
-    count = min(len(jobs), os.cpu_count() or 1, MAX_WORKERS)
-    threads = [threading.Thread(target=_feed, args=(waiting, done)) for _ in range(count)]
+    number = min(len(jobs), os.cpu_count() or 1, workers)
+    threads = [threading.Thread(target=_feed, args=(waiting, done, perf_counter() + seconds)) for _ in range(number)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
 
 
-def _feed(waiting: queue.SimpleQueue[Job], done: Callable[[Job], None]) -> None:
+def _feed(waiting: queue.SimpleQueue[Job], done: Callable[[Job], None], end: float) -> None:
     """One worker process, fed until nothing waits; if it dies, the kernels that are left are compiled elsewhere."""
     command = [sys.executable, "-m", "codetta.backends.hopper.worker"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=compiling_environment(), **pipes) as worker:  # type: ignore[call-overload]
-        while True:
+        while perf_counter() < end:
             try:
                 job = waiting.get_nowait()
                 pickle.dump(job, worker.stdin)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,33 +14,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from codetta.backends.hopper import toolchain  # first: it prepares what the next imports read
 from codetta.backends.hopper.choose import choose
 from codetta.backends.hopper.columns import NotLowered
-from codetta.backends.hopper.config import Config
-from codetta.backends.hopper.device.dialect import NAMES
-from codetta.backends.hopper.device.ops import (
-    ColLoad,
-    OtherHalf,
-    RowLoad,
-    TableLoad,
-    ViewStore,
-)
-from codetta.backends.hopper.lowered import Lowered, Operand, Sink
+from codetta.backends.hopper.config import MMA_REGISTERS, Config
+from codetta.backends.hopper.counters import Counter, prepare
+from codetta.backends.hopper.counters import counter as next_counter
+from codetta.backends.hopper.describe import describe
+from codetta.backends.hopper.lowered import Lowered, Sink
 from codetta.backends.reference.evaluate import TORCH
 from codetta.core.types import DType, f32
 from codetta.ir.program import Program
 
 # isort: split
-from quack.epilogue.frontend import EpiMod
-from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiOp, OnlineLSEReduce, RowVecReduce, Scalar, TileLoad
 from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
 
-REDUCE = {"sum": "add", "max": "max", "absmax": "max_abs"}
 NOMINAL = 256  # rows and inner size of the shapes a kernel is traced with; neither enters it
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What identifies a kernel: a lowered program, the GEMM's form ("nt" or "nn"), the dtype of its operands and of a
-    select's column, and the configuration. Sizes are no part of it."""
+    """What identifies a kernel: a lowered program, the GEMM's form, the dtype of its operands and of a select's column,
+    and the configuration. Sizes are no part of it."""
 
     lowered: Lowered
     form: str
@@ -51,9 +41,14 @@ class Job:
     config: Config
 
 
-def job_of(program: Program) -> Job:
-    """The kernel that a program gets by default; NotLowered says why it gets none."""
-    lowered, config = choose(program)
+def job_of(program: Program, rows: int | None = None) -> Job:
+    """The kernel that a program gets for a number of tokens (None: a training step's); NotLowered says why it gets
+    none. A GEMM without an epilogue gets one too; ``bare_config`` says whether it is faster than the library's."""
+    return job_with(program, *choose(program, rows))
+
+
+def job_with(program: Program, lowered: Lowered, config: Config) -> Job:
+    """The kernel of a lowered program with a given configuration."""
     gemm = program.gemm
     if gemm is None:
         raise NotLowered("no GEMM")
@@ -65,10 +60,11 @@ def job_of(program: Program) -> Job:
 def compiled(job: Job) -> GemmEpiPlan:
     """The kernel: traced, then compiled or loaded from the cache; the same object for every M and K."""
     lowered, config = job.lowered, job.config
-    module = _module(lowered, config)
+    module = describe(lowered, config)
+    counter = _counter_for_tracing(config)  # real memory: before tensors are fakes
     with FakeTensorMode():
         arguments = _nominal(lowered, job.index, config)
-        a = _empty(job.dtype, NOMINAL, NOMINAL)
+        a = operand(job.form, _empty(job.dtype, NOMINAL, NOMINAL))
         nt = job.form == "nt"
         b = _empty(job.dtype, lowered.cols, NOMINAL) if nt else _empty(job.dtype, NOMINAL, lowered.cols)
         return module.gemm(
@@ -80,63 +76,33 @@ def compiled(job: Job) -> GemmEpiPlan:
             tile_N=config.tile_n,
             cluster_M=config.cluster_m,
             cluster_N=config.cluster_n,
+            tile_K=config.tile_k or None,
             pingpong=config.pingpong,
+            is_dynamic_persistent=config.dynamic,
+            tile_count_semaphore=counter,
+            max_swizzle_size=config.swizzle,
+            post_init_attrs=MMA_REGISTERS if config.more_registers else (),
             b_kn=not nt,
             concat_layout=("B",) if lowered.mode == "pair" else None,
             _launch=False,
         )
 
 
+def operand(form: str, a: Tensor) -> Tensor:
+    """The GEMM's first operand as a kernel takes it: a weight gradient's is transposed, which moves nothing."""
+    return a.mT if form == "tn" else a
+
+
 def launch(plan: GemmEpiPlan, a: Tensor, b: Tensor, values: Mapping[str, Any]) -> None:
-    """Run a kernel on the current stream."""
-    run_gemm_epi_plan(plan, a, b, None, None, values)
+    """Run a kernel on the current stream; ``a`` is what ``operand`` gives."""
+    tiles = next_counter(a.device.index) if plan.scheduler_uses_semaphore else None
+    run_gemm_epi_plan(plan, a, b, None, None, values, tile_count_semaphore=tiles)
 
 
-# --- from a lowered program to QuACK's description --------------------------------------------------------------------
-
-
-def _module(lowered: Lowered, config: Config) -> EpiMod:
-    function = _function(lowered)
-    operands: dict[str, EpiOp] = {sys.intern(o.name): _load(o) for o in lowered.operands}
-    if lowered.mode == "halves":
-        operands = {"partner": OtherHalf("partner", lowered.half), **operands}
-    gated = lowered.mode == "pair"
-    stores = [ViewStore(sys.intern(s.name), gated, *(s.source or (0, 0)), config.narrow) for s in lowered.stores]
-    extra: list[EpiOp] = []
-    sinks = {sys.intern(s.name): _sink(s, extra) for s in lowered.sinks}
-    mode = "acc_pair" if gated else "element"
-    return EpiMod(function, outputs=stores, ops=operands, outs=sinks, mode=mode, extra_ops=extra)
-
-
-def _function(lowered: Lowered) -> Any:
-    """The generated source as a function: its text is where ``inspect`` looks for it, its digest is in its constants,
-    so that QuACK never takes one for another."""
-    head, _, body = lowered.source.partition("\n")
-    head = head.replace("acc, other, lane", "acc, partner")
-    first = "    other, lane = partner(acc)\n" if lowered.mode == "halves" else ""
-    source = f'{head}\n    """{lowered.digest}"""\n{first}{body}'
-    file = f"<codetta-epilogue {lowered.digest[:16]}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    scope = {"__name__": toolchain.GENERATED, **NAMES}
-    exec(compile(source, file, "exec"), scope)
-    return scope["epilogue"]
-
-
-def _load(o: Operand) -> EpiOp:
-    makers = {"tile": TileLoad, "row": RowLoad, "col": ColLoad, "table": TableLoad, "scalar": Scalar}
-    return makers[o.kind](sys.intern(o.name))
-
-
-def _sink(s: Sink, extra: list[EpiOp]) -> EpiOp:
-    name = sys.intern(s.name)
-    if s.kind == "lse":
-        return OnlineLSEReduce(name)
-    if s.kind == "select":
-        index = ColLoad(sys.intern(f"i{s.index}"))
-        extra.append(index)
-        return ColVecSelect(name, idx_op=index)
-    maker = RowVecReduce if s.over_rows else ColVecReduce
-    return maker(name, combine=REDUCE[s.kind.partition("_")[2]], scaled=s.factors)
+def _counter_for_tracing(config: Config) -> Counter | None:
+    if config.dynamic and toolchain.has_device():
+        prepare(torch.cuda.current_device())
+    return Counter(0) if config.dynamic else None
 
 
 # --- the tensors a kernel is traced with ------------------------------------------------------------------------------
@@ -148,12 +114,19 @@ def _empty(dtype: DType, *shape: int) -> Tensor:
 
 def _nominal(lowered: Lowered, index: DType | None, config: Config) -> dict[str, Any]:
     m, n = NOMINAL, lowered.cols
-    shapes = {"tile": (m, n), "row": (n,), "col": (m,), "scalar": (1,)}
-    found: dict[str, Any] = {"partner": 0} if lowered.mode == "halves" else {}
+    found: dict[str, Any] = {"partner": 0} if lowered.by_lane else {}
+    found |= {s.name: s.inside for s in lowered.statistics}
     for o in lowered.operands:
-        found[o.name] = _empty(o.dtype, *((m, o.inside) if o.kind == "table" else shapes[o.kind]))
+        start, stop = o.source or (0, n)
+        shapes = {"tile": (m, n), "row": (stop - start,), "col": (m,), "scalar": (1,), "table": (m, o.inside)}
+        shapes |= {"group": (m, (stop - start) // (o.inside or 1)), "hit": (m,)}
+        found[o.name] = _empty(o.dtype, *shapes[o.kind])
     for s in lowered.stores:
         found[s.name] = _empty(s.dtype, m, n // 2 if lowered.mode == "pair" else n)
+    for g in lowered.groups:
+        start, stop = g.source or (0, n)
+        inside = next(s.inside for s in lowered.statistics if s.name == g.statistic)
+        found[g.name] = _empty(f32, m, (stop - start) // inside)
     for k in lowered.sinks:
         found[k.name] = _empty(f32, *partial_shape(k, m, n, config))
         if k.kind == "select" and index is not None:
@@ -170,9 +143,19 @@ def partial_shape(sink: Sink, rows: int, cols: int, config: Config) -> tuple[int
     return rows, -(-cols // config.tile_n)
 
 
+def reduced(sink: Sink, partial: Tensor, config: Config) -> Tensor:
+    """The part of what a sink wrote that belongs to its columns."""
+    if sink.source is None:
+        return partial
+    start, stop = sink.source
+    return partial[:, start:stop] if sink.over_rows else partial[:, start // config.tile_n : stop // config.tile_n]
+
+
 def values(lowered: Lowered, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, Any]:
     """The kernel's arguments by name, from the program's parameters and its output buffers, in order."""
-    found: dict[str, Any] = {"partner": 0} if lowered.mode == "halves" else {}
+    found: dict[str, Any] = {"partner": 0} if lowered.by_lane else {}
+    found |= {s.name: s.inside for s in lowered.statistics}
+    found |= {g.name: outputs[g.output] for g in lowered.groups}
     for o in lowered.operands:
         t = tensors[o.param]
         found[o.name] = t[..., o.columns[0] : o.columns[1]] if o.columns else t

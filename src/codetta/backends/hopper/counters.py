@@ -1,0 +1,53 @@
+"""The counters from which clusters of a dynamically scheduled kernel take their tiles.
+
+A kernel takes as many numbers as it has clusters of tiles, and counts modulo that: each launch leaves its counter at
+zero, so nothing is cleared between launches. Launches that may run at the same time must not share one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+
+import torch
+
+SHARED = 4096  # counters that take turns: no more launches than that are under way at once on all streams
+KEPT = 61_440  # counters for captured graphs, whose launches keep theirs for good; then these take turns too
+BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """One counter as QuACK takes it: by its address."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+def counter(device: int) -> Counter:
+    """The counter of one launch on the current stream of a GPU."""
+    first, shared, kept = _counters(device)
+    if torch.cuda.is_current_stream_capturing():
+        return Counter(first + BYTES * (SHARED + next(kept) % KEPT))
+    return Counter(first + BYTES * (next(shared) % SHARED))
+
+
+@cache
+def _memory(device: int) -> torch.Tensor:
+    """Zeros that live as long as the process, and that every stream finds there."""
+    found = torch.zeros(SHARED + KEPT, dtype=torch.int32, device=torch.device("cuda", device))
+    torch.cuda.synchronize(device)
+    return found
+
+
+@cache
+def _counters(device: int) -> tuple[int, count[int], count[int]]:
+    return _memory(device).data_ptr(), count(), count()
+
+
+def prepare(device: int) -> None:
+    """Allocate the counters: not to be done first while a graph is captured, which would clear them at every replay."""
+    _counters(device)
