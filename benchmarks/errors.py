@@ -5,7 +5,7 @@ attentions, from attention's output y and the stream x to x2, q, k, v, with rand
 next to those of CODA's kernels at 2,048 tokens. *model*: two whole layers with attention, the LM head and the loss, of
 transformers. The bar is ``codetta verify``'s; float64 is the captured graph with every cast widened.
 
-    python benchmarks/errors.py --out benchmarks/results
+    python benchmarks/errors.py --out benchmarks/results --parallel
     python benchmarks/errors.py --out /tmp/errors --device cpu --small
 """
 
@@ -15,29 +15,29 @@ import argparse
 import gc
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from codetta.audit.models import perturb_gains
 from codetta.audit.runs import Step, compiled_step, eager_step, float64_step, many_compilations
+from codetta.bench.shapes import BF16, SHAPES, Segment, Shape, build, initialised, rope_tables, segment_batch
 from codetta.testing import Bar, Errors, geometric_mean, mean_ratio, pooled, relative_error
 
 # What cuBLAS wants before PyTorch may be deterministic, which is how the verifier fills fresh memory with NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 WAYS = ("eager", "inductor", "codetta")
-BF16 = torch.bfloat16
 BAR = Bar()
 # CODA's kernels on the same segment, d 2048, 2,048 tokens, measured on an H200 as the relative Frobenius error against
 # float64, and eager's beside them. Its inputs had other scales than ours: compare how far each is below its eager.
@@ -52,65 +52,13 @@ CODA = {
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A Llama's layer. ``vocabulary`` is that of the model's head."""
-
-    name: str
-    d: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head: int
-    vocabulary: int = 2048
-
-
-LAYERS = (Sizes("1B", 2048, 8192, 32, 8, 64), Sizes("8B", 4096, 14_336, 32, 8, 128))
+VOCABULARY = 2048  # of the model's head
+LAYERS = tuple(replace(SHAPES[n], name=n.upper(), vocabulary=VOCABULARY) for n in ("1b", "8b"))
 TOKENS = (2048, 16_384)
-SMALL_LAYERS = (Sizes("tiny", 128, 352, 4, 2, 32, 257), Sizes("small", 264, 696, 4, 2, 64, 257))
+SMALL_LAYERS = (Shape("tiny", 128, 352, 4, 2, 32, 257), Shape("small", 264, 696, 4, 2, 64, 257))
 SMALL_TOKENS = (64, 200)
 LENGTH = 1024  # tokens of a sequence, so that attention in float64 fits
-LONG_SEEDS = 2  # of the larger token count; a GEMM of 16,384 rows varies little
-
-
-class Norm(nn.Module):
-    """RMSNorm as transformers' Llama has it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-
-
-class Segment(nn.Module):
-    """From attention's output to the next attention's inputs."""
-
-    def __init__(self, s: Sizes) -> None:
-        super().__init__()
-        self.head = s.head
-        q, kv = s.heads * s.head, s.kv_heads * s.head
-        self.norm1, self.norm2 = Norm(s.d), Norm(s.d)
-        self.o, self.down = nn.Linear(q, s.d, bias=False), nn.Linear(s.ffn, s.d, bias=False)
-        self.gate, self.up = nn.Linear(s.d, s.ffn, bias=False), nn.Linear(s.d, s.ffn, bias=False)
-        self.q, self.k, self.v = (nn.Linear(s.d, n, bias=False) for n in (q, kv, kv))
-
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The halves of each head turned."""
-        heads = x.view(*x.shape[:-1], -1, self.head)
-        a, b = heads.chunk(2, -1)
-        turned: Tensor = heads * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
-        return turned.flatten(-2)
-
-    def forward(self, y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> dict[str, Tensor]:
-        x1 = x + self.o(y)
-        h = self.norm1(x1)
-        x2 = x1 + self.down(functional.silu(self.gate(h)) * self.up(h))
-        h = self.norm2(x2)
-        q, k = self.rotated(self.q(h), cos, sin), self.rotated(self.k(h), cos, sin)
-        return {"x2": x2, "q": q, "k": k, "v": self.v(h)}
+RESULT = "errors.json"
 
 
 @dataclass(frozen=True)
@@ -118,36 +66,27 @@ class Subject:
     """A module, its inputs for a number of tokens and a seed, and the group that a tensor belongs to."""
 
     part: str
-    sizes: Sizes
+    sizes: Shape
     module: nn.Module
     batch: Callable[[int, int], dict[str, Any]]
     group: Callable[[str, int], str]
 
 
-def segment(s: Sizes, device: str) -> Subject:
+def segment(s: Shape, device: str) -> Subject:
     """The segment, its weights drawn as models initialise them."""
 
     def batch(tokens: int, seed: int) -> dict[str, Any]:
-        generator = torch.Generator(device).manual_seed(seed)
-        widths = {"y": s.heads * s.head, "x": s.d}
-        found = {n: torch.randn(tokens, w, generator=generator, device=device) for n, w in widths.items()}
-        angle = torch.arange(tokens, device=device)[:, None] / 1e4 ** (
-            torch.arange(0, s.head, 2, device=device).double() / s.head
-        )
-        tables = {n: getattr(torch.cat([angle] * 2, -1), n)().to(BF16) for n in ("cos", "sin")}
-        return {**{n: t.to(BF16).requires_grad_() for n, t in found.items()}, **tables}
+        inputs = segment_batch(replace(s, tokens=tokens), device, seed)
+        return {**inputs, **rope_tables(tokens, s.head, device, theta=1e4, length=tokens)}
 
     def group(name: str, dim: int) -> str:
         outputs = {"x2": "x2", "q": "q, k", "k": "q, k", "v": "v", "d x": "dx", "d y": "dy"}
         return outputs.get(name) or ("gains" if dim == 1 else "dW")
 
-    torch.manual_seed(0)
-    with torch.device(device):
-        module = Segment(s)
-    return Subject("segment", s, initialised(module), batch, group)
+    return Subject("segment", s, build(Segment, s, device), batch, group)
 
 
-def model(s: Sizes, device: str) -> Subject:
+def model(s: Shape, device: str) -> Subject:
     """Two layers and the LM head of transformers' Llama; the input is the embedding, so that it has a gradient."""
     config = LlamaConfig(
         vocab_size=s.vocabulary,
@@ -181,17 +120,6 @@ def model(s: Sizes, device: str) -> Subject:
     return Subject("model", s, initialised(whole), batch, group)
 
 
-def initialised(module: nn.Module) -> nn.Module:
-    """Weights of standard deviation 0.02, gains not one, in bfloat16."""
-    with torch.no_grad():
-        for p in module.parameters():
-            if p.dim() == 2:
-                p.normal_(std=0.02)
-    module = module.to(BF16).train()
-    perturb_gains(module, 0)
-    return module
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +144,7 @@ class Measured:
     """All tensors of one subject at one number of tokens."""
 
     part: str
-    sizes: Sizes
+    sizes: Shape
     tokens: int
     seeds: int
     rows: tuple[Row, ...]
@@ -254,8 +182,7 @@ def measure(subject: Subject, tokens: Sequence[int], seeds: int) -> Iterator[Mea
         for count in tokens:
             begin = perf_counter()
             found: dict[str, dict[str, list[Measurement]]] = {}
-            chosen = seeds if count == tokens[0] else min(seeds, LONG_SEEDS)
-            for seed in range(chosen):
+            for seed in range(seeds):
                 batch = subject.batch(count, seed)
                 exact = named(oracle(batch, seed))
                 for way, step in ways.items():
@@ -263,7 +190,7 @@ def measure(subject: Subject, tokens: Sequence[int], seeds: int) -> Iterator[Mea
                         error = relative_error(t, exact[name]), t.dtype, t.dim(), t.numel() == 1
                         found.setdefault(name, {}).setdefault(way, []).append(error)
                 del exact
-            yield judged(subject, count, chosen, found, perf_counter() - begin)
+            yield judged(subject, count, seeds, found, perf_counter() - begin)
 
 
 def named(step: Step) -> dict[str, Tensor]:
@@ -345,6 +272,41 @@ def to_json(results: Sequence[Measured], device: str) -> dict[str, Any]:
     }
 
 
+def side_by_side(given: argparse.Namespace, layers: Sequence[Shape]) -> int:
+    """A process for each layer, their results in one file as they come; what each printed, once all are done. Compiling
+    takes most of the time, and compilations do not share a process. The largest returned code."""
+    workers = []
+    for sizes in layers:
+        folder = given.out / "parts" / sizes.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT).unlink(missing_ok=True)
+        command = [sys.executable, *(a for a in sys.argv if a != "--parallel"), "--layers", sizes.name]
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen([*command, "--out", str(folder)], stdout=log, stderr=subprocess.STDOUT)
+        workers.append((folder, process))
+    while True:
+        running = any(process.poll() is None for _, process in workers)  # asked first: the last result is not missed
+        merge([folder / RESULT for folder, _ in workers], given.out / RESULT)
+        if not running:
+            break
+        sleep(1.0)
+    for folder, _ in workers:
+        print((folder / "log").read_text())
+    return max(process.returncode for _, process in workers)
+
+
+def merge(parts: Sequence[Path], whole: Path) -> None:
+    """The results of several files in one; a file that is not there, or not whole, comes later."""
+    found: dict[str, Any] = {}
+    for path in parts:
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            part = json.loads(path.read_text())
+            before = found or {"ok": True, "results": []}
+            found = {**part, "ok": before["ok"] and part["ok"], "results": [*before["results"], *part["results"]]}
+    if found:
+        whole.write_text(json.dumps({**found, "command": sys.argv}, indent=1))
+
+
 def main() -> int:
     """Run it; 1 if something misses the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -352,14 +314,19 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="small layers and few tokens, to try the script")
     parser.add_argument("--parts", nargs="+", default=["segment", "model"], choices=("segment", "model"))
-    parser.add_argument("--seeds", type=int, default=5, help=f"of the larger token count {LONG_SEEDS} at most")
-    parser.add_argument("--layers", nargs="+", default=["1B", "8B"], choices=("1B", "8B"), help="of which model")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument(
+        "--layers", nargs="+", choices=[x.name for x in (*LAYERS, *SMALL_LAYERS)], help="of which model"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, help="token counts, instead of 2,048 and 16,384")
+    parser.add_argument("--parallel", action="store_true", help="each layer in a process of its own")
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     console, begin = Console(width=160), perf_counter()
     layers, tokens = (SMALL_LAYERS, SMALL_TOKENS) if given.small else (LAYERS, TOKENS)
-    layers = layers if given.small else [x for x in layers if x.name in given.layers]
+    layers = [x for x in layers if given.layers is None or x.name in given.layers]
+    if given.parallel:
+        return side_by_side(given, layers)
     tokens = given.tokens or tokens
     builders = {"segment": segment, "model": model}
     given.out.mkdir(parents=True, exist_ok=True)
@@ -370,7 +337,7 @@ def main() -> int:
             for found in measure(builders[part](sizes, given.device), tokens, given.seeds):
                 results.append(found)
                 console.print(per_tensor(found), f"{found.seconds:.0f} s\n")
-                (given.out / "errors.json").write_text(json.dumps(to_json(results, given.device), indent=1))
+                (given.out / RESULT).write_text(json.dumps(to_json(results, given.device), indent=1))
             gc.collect()
             if given.device == "cuda":
                 torch.cuda.empty_cache()

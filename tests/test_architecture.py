@@ -14,7 +14,7 @@ SRC = Path(__file__).parents[1] / "src" / "codetta"
 ROOMS = (
     ("errors",),
     ("settings",),
-    ("core",),
+    ("core", "timing"),
     ("ir",),
     ("lang",),
     ("autodiff", "rules"),
@@ -37,6 +37,8 @@ VAGUE_NAMES = {"common", "helper", "helpers", "manager", "misc", "util", "utils"
 LATE_IMPORTS = {
     "__init__.py": "the table of public names",
     "backends/__init__.py": "the backend getter: kernels are loaded when a device asks for them",
+    "bench/contenders.py": "Liger, a peer that few have",
+    "bench/peers.py": "Liger, FlashInfer and QuACK, peers that few have",
     "cli/__init__.py": "a command is loaded when it is called",
     "lang/trace.py": "vjp() and run() of an epilogue: the work lies in runtime, the author's handle here",
 }

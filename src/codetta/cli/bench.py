@@ -1,0 +1,113 @@
+"""``codetta bench``: times of programs and of layers, next to those of bare GEMMs and of others' kernels."""
+
+from __future__ import annotations
+
+import json as text
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from codetta.backends.hopper.support import why_not
+from codetta.bench.kernels import ROUNDS, Settings, kernels
+from codetta.bench.launch import CALLS, TOKENS, launch
+from codetta.bench.layer import layer
+from codetta.bench.paper import paper
+from codetta.bench.plots import draw, draw_errors
+from codetta.bench.report import Report
+from codetta.bench.shapes import LLAMA, PAPER, SHAPES, Shape, chosen
+from codetta.cli.options import Json, errors, show
+from codetta.errors import SettingsError, UnsupportedError
+from codetta.partition.cut import MEMORY
+from codetta.timing import gemm_filler
+
+DEFAULT = {"kernels": ("8b",), "layer": LLAMA, "launch": LLAMA, "paper": PAPER}
+CHARTS = "chart"
+
+What = Annotated[
+    str,
+    typer.Argument(
+        help=f"{', '.join(DEFAULT)}: a level to measure; {CHARTS}: draw the PNGs of a JSON file that a level or "
+        "benchmarks/errors.py wrote."
+    ),
+]
+File = Annotated[Path | None, typer.Argument(help=f"The JSON file for {CHARTS}.")]
+Shapes = Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SHAPES)}; commas or several times.")]
+Count = Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds at most; long cases get fewer, but five at least.")]
+Only = Annotated[list[str] | None, typer.Option(help="Cases with this text in their name; may be repeated.")]
+Variants = Annotated[list[str] | None, typer.Option(help="Besides ours and the base, variants whose name begins so.")]
+Budget = Annotated[float | None, typer.Option(help="Seconds after which no case is begun.")]
+Keep = Annotated[str, typer.Option(help=f"What the kernel level's plans keep: {', '.join(MEMORY)}.")]
+Calls = Annotated[int, typer.Option(min=1, help="Calls of the launch level.")]
+Tuned = Annotated[bool, typer.Option("--tuned-quack", help="Let QuACK try its tiles: tens of seconds a case.")]
+Out = Annotated[Path | None, typer.Option(help="A folder for JSON, written after every case, and PNG bars.")]
+
+
+def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
+    what: What,
+    file: File = None,
+    shapes: Shapes = None,
+    tokens: Count = None,
+    rounds: Rounds = ROUNDS,
+    only: Only = None,
+    variants: Variants = None,
+    budget: Budget = None,
+    memory: Keep = "balanced",
+    calls: Calls = CALLS,
+    tuned_quack: Tuned = False,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Exit with 1 if something of ours was wrong or was not measured."""
+    if what == CHARTS:
+        _chart(file, out or Path("."))
+        return
+    if what not in DEFAULT:
+        raise SettingsError(f"nothing called {what!r} to measure", hint=f"there is: {', '.join(DEFAULT)}, {CHARTS}")
+    if memory not in MEMORY:
+        raise SettingsError(f"memory={memory!r}", hint=f"one of {', '.join(MEMORY)}")
+    on_gpu = torch.cuda.is_available()
+    names = [n for given in shapes or DEFAULT[what] for n in given.split(",")]
+    found = chosen(names, tokens or (TOKENS if what == "launch" else None))
+    report = Report(what, out, budget)
+    with errors.status("") as status:
+        settings = Settings(
+            rounds=rounds,
+            only=tuple(only or ()),
+            variants=tuple(variants or ()),
+            memory=memory,
+            device="cuda" if on_gpu else "cpu",
+            tuned=tuned_quack,
+            filler=gemm_filler() if on_gpu and what != "launch" else None,
+            tell=status.update,
+        )
+        _levels(calls)[what](found, settings, report)
+    show(report, as_json=json)
+    if out is not None and report.rows:
+        try:
+            draw(report.to_json(), out)
+        except UnsupportedError as error:
+            errors.print(f"no charts: {error}")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _levels(calls: int) -> dict[str, Callable[[list[Shape], Settings, Report], None]]:
+    backend = "reference" if why_not() else "hopper"
+    return {
+        "kernels": kernels,
+        "layer": layer,
+        "launch": lambda shapes, settings, report: launch(shapes, settings, report, calls),
+        "paper": lambda shapes, settings, report: paper(shapes, settings, report, backend),
+    }
+
+
+def _chart(file: Path | None, out: Path) -> None:
+    if file is None or not file.is_file():
+        raise SettingsError(f"no file {file}" if file else "no file given", hint=f"codetta bench {CHARTS} FILE")
+    found: dict[str, Any] = text.loads(file.read_text(encoding="utf-8"))
+    for written in draw_errors(found, out) if "results" in found else draw(found, out):
+        errors.print(f"{written}")

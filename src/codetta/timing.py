@@ -1,0 +1,178 @@
+"""The one way in which codetta takes times: variants side by side, under sustained load, in random order.
+
+The protocol, on a GPU:
+
+- *What is timed* is the GPU's time between two CUDA events, the first recorded right before the variant is called and
+  the second right after. Everything that the variant launches on the current stream is inside, gaps between its
+  kernels too. What the variant prepares on the CPU is not, as long as it takes less time than the filler before it.
+- *Before each call* an untimed filler: a bfloat16 GEMM of 8192 x 8192 x 8192, about 1.7 ms on an H200. It keeps the
+  card at its power cap, so that clocks are those of a training step; it gives the host a head start, so that launches
+  are queued when the events are reached; and its 384 MiB of operands push what the variant uses out of the L2 cache.
+- *Heating*: the filler runs for a third of a second before the first round, then two rounds are run and thrown away.
+- *Every round* calls each variant once, in a fresh random order: a variant that always follows a slow, low-power one
+  would get higher clocks. The GPU is waited for once a round, so that it does not cool down between calls.
+- *What is told*: median, 10th and 90th percentile in microseconds. Two variants are compared by their paired ratio, the
+  median over rounds of one time over the other in the same round, which drift of the clocks does not touch.
+
+Without a GPU a sample is the wall time of the call, and there is no filler: good for trying the machinery, for nothing
+else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+Variant = Callable[[], object]
+Progress = Callable[[int, int], None]  # rounds done, rounds planned
+
+FILLER_SIZE = 8192
+HEAT_SECONDS = 0.33
+WARM_ROUNDS = 2
+WARM_CALLS = 10
+FEWEST_ROUNDS = 5  # whatever the budget says
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One variant's samples in microseconds, one a round; the same place in two timings is the same round."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle sample."""
+        return median(self.samples)
+
+    @property
+    def p10(self) -> float:
+        """A tenth of the samples is below this."""
+        return self._quantile(0.1)
+
+    @property
+    def p90(self) -> float:
+        """A tenth of the samples is above this."""
+        return self._quantile(0.9)
+
+    def over(self, other: Timing) -> float:
+        """The paired ratio: the median over rounds of this time over the other's."""
+        return median(a / b for a, b in zip(self.samples, other.samples, strict=True))
+
+    def _quantile(self, q: float) -> float:
+        ordered = sorted(self.samples)
+        place = q * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def measure(
+    variants: Mapping[str, Variant],
+    *,
+    rounds: int,
+    filler: Variant | None = None,
+    seed: int = 0,
+    budget: float | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Timing]:
+    """The timing of each variant by the protocol above, on the current GPU if there is one.
+
+    ``filler`` stands in for the default one, which is made here if none is given: pass ``gemm_filler()`` to many calls,
+    so that its operands are allocated once. ``budget`` in seconds ends the rounds early, but not before five of them. A
+    variant that raises ends everything: try it once before.
+    """
+    gpu = torch.cuda.is_available()
+    filler = filler or (gemm_filler() if gpu else _nothing)
+    take = _gpu_round if gpu else _wall_round
+    order, shuffle = list(variants), random.Random(seed).shuffle
+    if gpu:
+        _heat(filler)
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    begin = perf_counter()
+    for done in range(-WARM_ROUNDS, rounds):
+        shuffle(order)
+        samples = take([(name, variants[name]) for name in order], filler)
+        if done < 0:
+            continue
+        for name, sample in samples.items():
+            found[name].append(sample)
+        if progress is not None:
+            progress(done + 1, rounds)
+        if budget is not None and done + 1 >= FEWEST_ROUNDS and perf_counter() - begin > budget:
+            break
+    return {name: Timing(tuple(samples)) for name, samples in found.items()}
+
+
+def launch_times(
+    variants: Mapping[str, Variant], *, calls: int, seed: int = 0, progress: Progress | None = None
+) -> dict[str, Timing]:
+    """The CPU's time of each variant's call, from an empty queue until the call returns; in a fresh random order every
+    time, the GPU waited for before each call. What a call returns is freed after its time is taken."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
+    order, shuffle = list(variants), random.Random(seed).shuffle
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for done in range(-WARM_CALLS, calls):
+        shuffle(order)
+        for name in order:
+            variant = variants[name]
+            wait()
+            begin = perf_counter()
+            held = variant()
+            end = perf_counter()
+            del held
+            if done >= 0:
+                found[name].append((end - begin) * 1e6)
+        if progress is not None and done >= 0:
+            progress(done + 1, calls)
+    wait()
+    return {name: Timing(tuple(samples)) for name, samples in found.items()}
+
+
+def gemm_filler(size: int = FILLER_SIZE) -> Variant:
+    """A bfloat16 GEMM into memory of its own, on the current GPU. Random operands: zeros would draw less power."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _nothing() -> None:
+    """The filler of a CPU."""
+
+
+def _heat(filler: Variant) -> None:
+    """Run the filler until the card's power has settled; a few at a time, so that the clock is looked at."""
+    begin = perf_counter()
+    while perf_counter() - begin < HEAT_SECONDS:
+        for _ in range(8):
+            filler()
+        torch.cuda.synchronize()
+
+
+def _gpu_round(variants: list[tuple[str, Variant]], filler: Variant) -> dict[str, float]:
+    """Microseconds between the events around each call; nothing waits inside a round."""
+    events = {}
+    for name, variant in variants:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        filler()
+        start.record()
+        variant()
+        end.record()
+        events[name] = start, end
+    torch.cuda.synchronize()
+    return {name: start.elapsed_time(end) * 1e3 for name, (start, end) in events.items()}
+
+
+def _wall_round(variants: list[tuple[str, Variant]], filler: Variant) -> dict[str, float]:
+    """Microseconds of wall time of each call."""
+    found = {}
+    for name, variant in variants:
+        filler()
+        begin = perf_counter()
+        variant()
+        found[name] = (perf_counter() - begin) * 1e6
+    return found

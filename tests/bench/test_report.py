@@ -1,0 +1,136 @@
+"""What is kept, shown and drawn of a run, and the command."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from codetta.bench.environment import QUERY, environment, medians
+from codetta.bench.plots import draw, draw_errors
+from codetta.bench.report import OURS, Report, Row, timed
+from codetta.bench.shapes import chosen
+from codetta.cli import app
+from codetta.errors import SettingsError
+from codetta.timing import Timing
+
+TIMINGS = {OURS: Timing((2.0, 3.0, 4.0)), "cuBLAS": Timing((1.0, 2.0, 4.0))}
+
+
+def rows() -> list[Row]:
+    blank = Row("kernels", "tiny", 64, "o", OURS)
+    ours = timed(Row("kernels", "tiny", 64, "o", OURS, error=1e-3, peak=2**31), TIMINGS, "cuBLAS", {"clocks.sm": 1.0})
+    base = timed(Row("kernels", "tiny", 64, "o", "cuBLAS"), TIMINGS, "cuBLAS", {})
+    absent = [Row("kernels", "tiny", 64, c, "Liger", note="no liger-kernel [here]") for c in ("o", "down")]
+    assert blank.bandwidth is None
+    return [ours, base, *absent]
+
+
+def test_a_row_holds_the_paired_ratio():
+    ours, base, *_ = rows()
+    assert (ours.median, ours.ratio, ours.rounds, ours.base) == (3.0, 1.5, 3, "cuBLAS")
+    assert base.ratio == 1.0
+    assert Row("k", "s", 1, "c", OURS, median=2.0, bytes=8000).bandwidth == 4.0  # 8 kB in 2 us are 4 GB/s
+
+
+def test_rows_are_on_disk_after_each_case(tmp_path: Path):
+    report = Report("kernels", tmp_path)
+    for i, row in enumerate(rows()):
+        report.add(row)
+        found = json.loads((tmp_path / "kernels.json").read_text())
+        assert len(found["rows"]) == i + 1
+    assert found["ok"]
+    assert found["environment"]["torch"]
+    assert found["rows"][0]["ratio"] == 1.5
+
+
+def test_the_table_says_what_is_absent_once():
+    report = Report("kernels")
+    report.add(*rows())
+    console = Console(width=150, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(report)
+    text = captured.get()
+    assert "1.500" in text
+    assert "2.00" in text
+    assert text.count("no Liger: no liger-kernel [here] (tiny o and 1 more)") == 1
+    assert report.ok
+    report.add(Row("kernels", "tiny", 64, "up", OURS, note="off"))
+    assert not report.ok
+
+
+def test_no_case_begins_when_time_is_over():
+    report = Report("kernels", seconds=0.0)
+    assert not report.has_time("8b o")
+    assert report.to_json()["skipped"] == ["8b o"]
+    assert Report("kernels").has_time("8b o")
+
+
+def test_a_shape_that_there_is_not():
+    with pytest.raises(SettingsError, match="no shape '3b'"):
+        chosen(["3b"])
+    assert [s.tokens for s in chosen(["1b", "70b"])] == [16_384, 8192]
+
+
+def test_what_nvidia_smi_says():
+    said = "1500, 690.5, 60\n1400, 700.1, 61\nN/A, 1, 2\n1450, 69"
+    assert medians(said) == dict(zip(QUERY, (1450.0, 695.3, 60.5), strict=True))
+    assert medians("") == {}
+    assert environment()["packages"].keys() >= {"liger-kernel", "quack-kernels"}
+
+
+def test_charts(tmp_path: Path):
+    report = Report("kernels")
+    report.add(*rows())
+    files = draw(report.to_json(), tmp_path)
+    assert [f.name for f in files] == ["kernels-tiny-over-cuBLAS.png", "memory-tiny.png"]
+    assert all(f.read_bytes()[:4] == b"\x89PNG" for f in files)
+    groups = {"dx": {"eager": 4e-3, "inductor": 3e-3, "codetta": 2e-3}, "loss": dict.fromkeys(("eager",), 0.0)}
+    groups["loss"] |= {"inductor": 0.0, "codetta": 0.0}
+    errors = {"device": "cpu", "results": [{"part": "segment", "layer": "1B", "tokens": 64, "groups": groups}]}
+    assert [f.name for f in draw_errors(errors, tmp_path)] == ["errors-segment.png"]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_prints_and_draws(tmp_path: Path):
+    given = ["bench", "kernels", "--shapes", "tiny", "--rounds", "1", "--only", "o: residual", "--variants", "compile"]
+    done = CliRunner().invoke(app, [*given, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "o: residual, partial RMS" in done.output
+    assert {f.name for f in tmp_path.iterdir()} == {"kernels.json", "kernels-tiny-over-cuBLAS.png"}
+    drawn = CliRunner().invoke(
+        app, ["bench", "chart", str(tmp_path / "kernels.json"), "--out", str(tmp_path / "again")]
+    )
+    assert drawn.exit_code == 0, drawn.output
+    assert len(list((tmp_path / "again").iterdir())) == 1
+
+
+def test_json_is_all_that_is_printed():
+    given = [
+        "bench",
+        "paper",
+        "--shapes",
+        "tiny",
+        "--rounds",
+        "1",
+        "--only",
+        "RMS scale",
+        "--variants",
+        "none",
+        "--json",
+    ]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert {(r["case"], r["variant"]) for r in found["rows"]} == {("GEMM + RMS scale", v) for v in (OURS, "cuBLAS")}
+
+
+@pytest.mark.parametrize("given", [["bench", "models"], ["bench", "chart"], ["bench", "layer", "--memory", "tiny"]])
+def test_what_means_nothing_is_said(given: list[str]):
+    assert CliRunner().invoke(app, given).exit_code == 2
