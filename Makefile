@@ -40,8 +40,10 @@ spills: $(STAMP)  ## compile every kernel of Llama 1B, 8B and 70B for SM90 and r
 gpu: $(STAMP)  ## run the tests that need a GPU with kernels
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-memcheck: $(STAMP)  ## the same GPU: a small training run under NVIDIA's memory checker
-	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(BIN)/python tests/gpu/memcheck.py
+memcheck: $(STAMP)  ## there too: a small training run under NVIDIA's memory checker, log in benchmarks/results
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+	  --log-file benchmarks/results/memcheck.log $(BIN)/python tests/gpu/memcheck.py; \
+	  code=$$?; tail -n 3 benchmarks/results/memcheck.log; exit $$code
 
 check: $(STAMP)  ## formatting, lint, types, house rules
 	@$(BIN)/ruff format --check --quiet .

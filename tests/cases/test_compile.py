@@ -6,44 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from codetta.capture.backend import CapturedGraph, backend, captured, recording
+from cases.modules import INPUTS, Block, Calls, Deep, half
+from codetta.capture.backend import CapturedGraph, captured, recording
 from codetta.errors import UnsupportedError
-from codetta.runtime import registry
 from codetta.testing import relative_error
-from ways import agree, backward_plans, compiled, counts, forward_plans, fresh, llama, run, wide
-
-
-class Block(nn.Module):
-    """A residual, a norm and a linear with a bias: the five kinds of input that may want a gradient."""
-
-    def __init__(self, width: int = 24, out: int = 16) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.RMSNorm(width, eps=1e-5), nn.Linear(width, out)
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.linear(self.norm(x + residual))
-
-
-class Deep(nn.Module):
-    """Two blocks of a Transformer without attention, their loss behind them."""
-
-    def __init__(self, width: int = 24, inner: int = 40, vocabulary: int = 65, reduction: str = "mean") -> None:
-        super().__init__()
-        self.reduction = reduction
-        self.norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-5) for _ in range(3))
-        self.ups = nn.ModuleList(nn.Linear(width, 2 * inner) for _ in range(2))
-        self.downs = nn.ModuleList(nn.Linear(inner, width, bias=False) for _ in range(2))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        for norm, up, down in zip(self.norms[:2], self.ups, self.downs, strict=True):
-            gate, value = up(norm(x)).chunk(2, -1)
-            x = x + down(functional.silu(gate) * value)
-        logits = wide(self.head(self.norms[2](x)))
-        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=self.reduction), x
+from ways import agree, backward_plans, compiled, counts, forward_plans, fresh, llama, run
 
 
 def block_inputs(generator: torch.Generator) -> list[Tensor]:
@@ -62,11 +30,8 @@ def wanted_gradients(found: list[CapturedGraph]) -> list[set[str]]:
     ]
 
 
-NAMES = ("input", "residual", "weight", "bias", "gain")
-
-
 COMBINATIONS = [
-    pytest.param(w, id="+".join(itertools.compress(NAMES, w)) or "nothing")
+    pytest.param(w, id="+".join(itertools.compress(INPUTS, w)) or "nothing")
     for w in itertools.product([False, True], repeat=5)
 ]
 
@@ -75,7 +40,7 @@ COMBINATIONS = [
 def test_exactly_the_gradients_that_are_asked_for(wanted):
     """C24: every combination of requires_grad over input, residual, weight, bias and gain: exactly those gradients, the
     same value of the loss, and nothing computed in vain: no output of a plan, no GEMM, nothing kept for backward."""
-    asked = dict(zip(NAMES, wanted, strict=True))
+    asked = dict(zip(INPUTS, wanted, strict=True))
     module = Block()
     fresh(module, 0)
     named = {"weight": module.linear.weight, "bias": module.linear.bias, "gain": module.norm.weight}
@@ -268,37 +233,6 @@ def test_layers_of_one_structure_share_their_plans():
 # --- the ops ----------------------------------------------------------------------------------------------------------
 
 
-class Calls(TorchDispatchMode):
-    """Collects the calls of our ops, of a forward pass and, as a context, of a backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[torch._ops.OpOverload, tuple[object, ...]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "codetta":
-            self.found.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-    def backend(self, gm, example_inputs):
-        """codetta's backend; Dynamo itself takes no mode, so it is entered when the graph is run."""
-        inner = backend(gm, example_inputs)
-
-        def call(*args):
-            with self:
-                return inner(*args)
-
-        return call
-
-
-def half(module: nn.Module) -> nn.Module:
-    """The module in bfloat16, some of it frozen."""
-    for name, p in module.bfloat16().named_parameters():
-        if "norm" in name or "bias" in name:
-            p.requires_grad_(False)
-    return module
-
-
 @pytest.mark.parametrize(
     "make, shape",
     [
@@ -320,14 +254,7 @@ def test_opcheck(make, shape):
     loss, stream = torch.compile(module, backend=calls.backend, fullgraph=True)(x, targets)
     with calls:
         (loss + stream.square().sum()).backward()
-    assert {str(op) for op, _ in calls.found} == {"codetta.segment.default", "codetta.segment_backward.default"}
-    for op, args in calls.found:
-        tensors = [t.detach().clone() for t in args[0]]
-        if op is torch.ops.codetta.segment.default:
-            segment = registry.segment_of(args[1])
-            for n, t in zip(segment.graph.inputs, tensors, strict=True):
-                t.requires_grad_(str(n.attrs[0]) in segment.wrt)
-        torch.library.opcheck(op, (tensors, *args[1:]))
+    calls.check()
 
 
 def test_fake_and_meta_tensors():

@@ -1,6 +1,7 @@
 """The LM head and its loss: reductions, ignored targets, vocabularies, biases, ties, and who sees the logits."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional
 
+import ways
 from codetta.capture.backend import recording
 from codetta.errors import CodettaError
 from codetta.testing import relative_error
@@ -34,7 +36,7 @@ class Head(nn.Module):
         self.reduction, self.ignore, self.narrow = reduction, ignore, narrow
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", self.narrow or torch.bfloat16, enabled=self.narrow is not None):
+        with torch.autocast(x.device.type, self.narrow or torch.bfloat16, enabled=self.narrow is not None):
             logits = wide(self.head(self.norm(x))).flatten(0, -2)
             return functional.cross_entropy(
                 logits, targets.flatten(), ignore_index=self.ignore, reduction=self.reduction
@@ -189,6 +191,55 @@ def test_autocast_with_float32_parameters(narrow, bias):
     """C23: it runs, and the gradients have the parameters' dtype."""
     found = agree(Head(bias=bias, narrow=narrow), batch(48), wide=Head(bias=bias), gemms=1)
     assert counts(forward_plans(found))["gemms"] == 1
+
+
+def test_float16_under_a_gradient_scaler():
+    """C23: float16 autocast with PyTorch's own scaler. Steps equal eager's; where the scaled gradients overflow, both
+    skip the step and lower the scale."""
+
+    def trained(call: Callable[[nn.Module], Callable[..., Tensor]]) -> tuple[list[float], list[Tensor]]:
+        module = settled(Head(bias=True, narrow=torch.float16))
+        fresh(module, 0)
+        f, scaler = call(module), torch.amp.GradScaler(ways.DEVICE, init_scale=2.0**12)
+        optimizer, scales = torch.optim.SGD(module.parameters(), lr=0.5), []
+        for i, scale in enumerate((None, None, 2.0**40, 2.0**12)):
+            x, targets = (placed(t) for t in batch(48)(torch.Generator().manual_seed(i)))
+            if scale is not None:
+                scaler.update(scale)
+            scaler.scale(f(x, targets)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return scales, [p.detach() for p in module.parameters()]
+
+    (ours, weights), (theirs, eager) = trained(compiled), trained(lambda module: module)
+    assert ours == theirs == [2.0**12, 2.0**12, 2.0**39, 2.0**12]
+    assert all(relative_error(a, b) < 2**-9 for a, b in zip(weights, eager, strict=True))
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_parts_of_a_batch(reduction, dtype, most):
+    """C19: 4096 tokens at once or in parts of 32, 1000 or 2048, ignored tokens unevenly spread: one loss, one
+    gradient. How a kernel divides its rows is its own affair."""
+    module = settled(Head(reduction=reduction).to(dtype))
+    fresh(module, 0)
+    x, targets = (placed(t).detach() for t in batch(4096, ignored=slice(0, 700, 2), dtype=dtype)(torch.Generator()))
+    f, weight = compiled(module), torch.ones(4096, device=x.device)
+
+    def found(size: int) -> tuple[Tensor, Tensor]:
+        loss, gradient = torch.zeros((), device=x.device), torch.zeros_like(module.head.weight, dtype=torch.float32)
+        for a, t, g in zip(x.split(size), targets.split(size), weight.split(size), strict=True):
+            part = f(a, t) * (g if reduction == "none" else (t != IGNORED).sum() if reduction == "mean" else 1.0)
+            if (t != IGNORED).any():
+                gradient += torch.autograd.grad(part.sum(), module.head.weight)[0]
+                loss += part.detach().sum()
+        return loss, gradient
+
+    whole = found(4096)
+    for size in (32, 1000, 2048):
+        assert all(relative_error(a, b) < most for a, b in zip(found(size), whole, strict=True)), size
 
 
 @pytest.mark.parametrize("given", ["int", "tensor"])

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from codetta.audit.explain import explain
+from codetta.audit.models import Subject
+from codetta.audit.verify import check
 from codetta.capture.backend import recording
 from codetta.core.types import f32
 from codetta.ir.program import is_partial
 from codetta.testing import relative_error
-from ways import agree, compiled, counts, forward_plans, fresh, randn, run, saved_types, wide
+from ways import agree, compiled, counts, forward_plans, fresh, kernels, placed, randn, run, saved_types, settled, wide
 
 WIDTHS = [1, 7, 8, 17, 769, 1000, 1001, 3420, 3584, 5003]
 EPS = 1e-6
@@ -217,7 +220,7 @@ class Stream(nn.Module):
         self.norms, self.glu = nn.ModuleList([Llama(40), Llama(40)]), Gated(96, 40)
 
     def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.narrow):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.narrow):
             stream = stream + self.o(x)
             h = self.norms[0](stream)
             stream = stream + self.glu.down(functional.silu(self.glu.gate(h)) * self.glu.up(h))
@@ -262,18 +265,19 @@ def test_saved_row_statistic_is_float32(place):
     assert all(t.dtype is f32 for t in of_rows)
 
 
-def test_offset_of_zero_is_a_plain_norm():
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_offset_of_zero_is_a_plain_norm(dtype, most):
     """C06: a gain of 1 + w with w = 0 gives what a plain norm with gain 1 gives, and the same gradients."""
-    offset, plain = Between(40, Offset), Between(40, Llama)
+    offset, plain = Between(40, Offset).to(dtype), Between(40, Llama).to(dtype)
     plain.load_state_dict(offset.state_dict())
     with torch.no_grad():
         plain.norm.weight.fill_(1.0)
-    inputs = pair(6, 24, 40)(torch.Generator().manual_seed(0))
-    ours, theirs = (run(compiled(m), inputs, m, 0) for m in (offset, plain))
+    inputs = [placed(x) for x in pair(6, 24, 40, dtype)(torch.Generator().manual_seed(0))]
+    ours, theirs = (run(compiled(m), inputs, m, 0) for m in (settled(offset), settled(plain)))
     for a, b in zip(ours.outputs, theirs.outputs, strict=True):
-        assert relative_error(a, b) < 1e-6
+        assert relative_error(a, b) < most
     for name, g in ours.gradients.items():
-        assert relative_error(g, theirs.gradients[name]) < 1e-6, name
+        assert relative_error(g, theirs.gradients[name]) < most, name
 
 
 @pytest.mark.parametrize("activation", [torch.float32, torch.bfloat16])
@@ -328,6 +332,23 @@ def test_gain_gradient_over_many_rows():
         found[rows] = relative_error(module.norm.weight.grad, exact)
     assert found[16_384] <= 1.1 * found[256]
     assert found[16_384] <= torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.mark.parametrize("norm, first", [(Llama, True), (Offset, False), (Whole, False)])
+def test_whether_rounding_or_the_gain_comes_first(norm, first):
+    """C09: a model that rounds to bfloat16 before the gain; we round after it. ``explain`` says so where the two
+    differ, ``verify`` shows both errors against float64."""
+    module = settled(Between(40, norm).bfloat16())
+    fresh(module, 0)
+    drawn = pair(48, 24, 40, torch.bfloat16)(torch.Generator().manual_seed(0))
+    batch = dict(zip(("x", "residual"), (placed(x) for x in drawn), strict=True))
+    told = [n for n in explain(module, batch).notes if "rounds to bf16 before the gain" in n]
+    assert len(told) == first
+    found = check(Subject("norm", module, batch), seeds=5, options={"kernels": kernels(), "inner": "eager"})
+    assert not found.problems
+    of_norm = [t.pooled for t in found.tensors if "norm" in t.name]
+    assert len(of_norm) == 1
+    assert all(f"{error:.2e}" in str(found) for e in of_norm for error in (e.ours, e.eager))
 
 
 def test_upstream_gradient_that_is_expanded():
@@ -468,6 +489,9 @@ def test_activations_far_from_zero(name, dtype):
         2.0,
         pytest.param(
             300.0,
+            # x g is stored with its mean, and bfloat16 rounds that: 0.4 of the signal. Weights whose rows sum to zero
+            # would not help (rounded, they do not: 0.5), nor would a variance in two passes. What would is an estimate
+            # of the mean that is known before the GEMM, as an earlier norm's is, subtracted in the epilogue: 5e-3.
             marks=pytest.mark.xfail(reason="the shift leaves through the GEMM: what is stored still has the mean"),
         ),
     ],

@@ -5,6 +5,7 @@ test_models."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from cases import test_loss as loss
 from cases import test_norms as norms
 from cases import test_random as other
 from cases import test_rope as rope
-from cases.test_compile import Block, Calls, Deep, half
-from codetta.capture.backend import backend, recording
-from codetta.runtime import registry
+from cases.modules import INPUTS, Block, Calls, Deep, half
+from codetta.capture.backend import recording
 from codetta.testing import relative_error
 from target import DEVICE
 from ways import agree, backward_plans, compiled, counts, forward_plans, fresh, kernels
@@ -47,13 +47,13 @@ def test_sum_of_squares_is_float32(norm):
         assert relative_error(y, exact) < 1e-3
 
 
-@pytest.mark.parametrize("width", [1, 1001, 5003])
+@pytest.mark.parametrize("width", [1, 8, 1000, 1001, 5003])
 def test_widths_of_a_norm(width: int):
     """C02, C03."""
     norms.test_widths_of_a_norm(width, BF16)
 
 
-@pytest.mark.parametrize("width", [1, 3420])
+@pytest.mark.parametrize("width", [1, 1000, 3420])
 def test_widths_of_a_glu(width: int):
     """C03."""
     norms.test_widths_of_a_glu(width, BF16)
@@ -86,6 +86,11 @@ def test_offset_gain():
     norms.test_offset_is_added_in_float32(BF16)
 
 
+def test_offset_of_zero():
+    """C06: a gain of 1 + 0 is a gain of 1."""
+    norms.test_offset_of_zero_is_a_plain_norm(BF16, 2**-8)
+
+
 def test_gain_gradient_over_many_rows():
     """C08: 16,384 rows of one sign: the error of the gain's gradient does not grow with the number of rows."""
     module = norms.Before(256).bfloat16()
@@ -101,6 +106,12 @@ def test_gain_gradient_over_many_rows():
         (got,) = torch.autograd.grad(ours(x), module.norm.weight, g)
         found[rows] = relative_error(got, exact)
     assert found[16_384] <= max(1.1 * found[256], 0.25 * 2**-7)
+
+
+@pytest.mark.parametrize("norm, first", [(norms.Llama, True), (norms.Whole, False)])
+def test_whether_rounding_or_the_gain_comes_first(norm, first: bool):
+    """C09."""
+    norms.test_whether_rounding_or_the_gain_comes_first(norm, first)
 
 
 def test_sum_inside_the_graph():
@@ -165,6 +176,24 @@ def test_packed_positions():
 
 
 # --- loss head --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", loss.REDUCTIONS)
+def test_parts_of_a_batch(reduction: str):
+    """C19."""
+    loss.test_parts_of_a_batch(reduction, BF16, 2**-8)
+
+
+@pytest.mark.parametrize("narrow", [BF16, F16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast_with_float32_parameters(narrow: torch.dtype, bias: bool):
+    """C23."""
+    loss.test_autocast_with_float32_parameters(narrow, bias)
+
+
+def test_float16_under_a_gradient_scaler():
+    """C23."""
+    loss.test_float16_under_a_gradient_scaler()
 
 
 @pytest.mark.parametrize("reduction", loss.REDUCTIONS)
@@ -237,8 +266,7 @@ def test_tied_embedding():
 
 # --- gradients that are asked for, modes ------------------------------------------------------------------------------
 
-NAMES = ("input", "residual", "weight", "bias", "gain")
-SOME = [(n,) for n in NAMES] + [("weight", "gain"), ("input", "residual", "bias")]
+SOME = [(n,) for n in INPUTS] + [("weight", "gain"), ("input", "residual", "bias")]
 
 
 @pytest.mark.parametrize("asked", SOME, ids="+".join)
@@ -251,7 +279,7 @@ def test_exactly_the_gradients_that_are_asked_for(asked: tuple[str, ...]):
 
     def drawn(generator: torch.Generator) -> list[Tensor]:
         xs = [torch.randn(150, 24, generator=generator).to(BF16) for _ in range(2)]
-        return [x.requires_grad_(name in asked) for x, name in zip(xs, NAMES[:2], strict=True)]
+        return [x.requires_grad_(name in asked) for x, name in zip(xs, INPUTS[:2], strict=True)]
 
     found = agree(module, drawn, gemms=1)
     (plan,) = backward_plans(found)
@@ -277,20 +305,49 @@ def test_modes_without_gradients():
         assert all(torch.equal(a, b) for a, b in zip(result, trained, strict=True))
 
 
+@pytest.mark.parametrize("used", ["loss", "stream", "both"])
+def test_outputs_without_a_gradient(used: str):
+    """C24: of two outputs only one is differentiated, or both: what no gradient reaches has None, as in PyTorch; and a
+    model trained after it was evaluated."""
+    module = Deep().bfloat16().to(DEVICE)
+    fresh(module, 0)
+    x, targets = torch.randn(150, 24, device=DEVICE, dtype=BF16), torch.randint(0, 65, (150,), device=DEVICE)
+    ours, leaves = compiled(module), [x, *module.parameters()]
+    with torch.no_grad():
+        ours(x, targets)
+    x.requires_grad_()
+
+    def gradients(f: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor | None, ...]:
+        found, stream = f(x, targets)
+        total = {"loss": found, "stream": stream.square().sum(), "both": found + stream.square().sum()}[used]
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+    for a, b in zip(gradients(ours), gradients(module), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or relative_error(a, b) < 2**-5
+
+
+@pytest.mark.parametrize("frozen", ["weights", "all"])
+def test_frozen_weights(frozen: str):
+    """C24: a model whose weights want no gradient, and a call in which nothing does."""
+    module = Deep().bfloat16().to(DEVICE).requires_grad_(False)
+    fresh(module, 0)
+    x = torch.randn(150, 24, device=DEVICE, dtype=BF16).requires_grad_(frozen == "weights")
+    targets = torch.randint(0, 65, (150,), device=DEVICE)
+    with recording() as found:
+        total, stream = compiled(module)(x, targets)
+    expected, theirs = module(x, targets)
+    assert relative_error(stream, theirs) < 2**-6
+    assert total.requires_grad == stream.requires_grad == (frozen == "weights")
+    if frozen == "all":
+        assert all(s.wrt == () for g in found for _, s in g.compiled())
+        return
+    (dx,), (want,) = (torch.autograd.grad(t, x) for t in (total, expected))
+    assert relative_error(dx, want) < 2**-5
+    assert backward_plans(found)[0].count("gemm") == 5  # no weight's gradient
+
+
 # --- the ops ----------------------------------------------------------------------------------------------------------
-
-
-class EagerCalls(Calls):
-    """Collects calls of our ops; Inductor would not compile under the mode that does so."""
-
-    def backend(self, gm, example_inputs):
-        inner = backend(gm, example_inputs, options={"inner": "eager", "kernels": kernels()})
-
-        def call(*args):
-            with self:
-                return inner(*args)
-
-        return call
 
 
 def test_opcheck():
@@ -300,18 +357,11 @@ def test_opcheck():
     x = torch.randn(7, 24, device=DEVICE, dtype=BF16, requires_grad=True)
     targets = torch.randint(0, 65, (7,), device=DEVICE)
     torch._dynamo.reset()
-    calls = EagerCalls()
+    calls = Calls(inner="eager", kernels=kernels())  # Inductor would not compile under the mode that collects
     total, stream = torch.compile(module, backend=calls.backend, fullgraph=True)(x, targets)
     with calls:
         (total + stream.square().sum()).backward()
-    assert {str(op) for op, _ in calls.found} == {"codetta.segment.default", "codetta.segment_backward.default"}
-    for op, args in calls.found:
-        tensors = [t.detach().clone() for t in args[0]]
-        if op is torch.ops.codetta.segment.default:
-            segment = registry.segment_of(args[1])
-            for n, t in zip(segment.graph.inputs, tensors, strict=True):
-                t.requires_grad_(str(n.attrs[0]) in segment.wrt)
-        torch.library.opcheck(op, (tensors, *args[1:]))
+    calls.check()
 
 
 def test_token_counts():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cases.modules import Deep
 from codetta.capture.backend import recording
 from codetta.core.types import bf16, colvec, f32, i32, rowvec, tile
 from codetta.ir.build import add, cast, input_, logsumexp_row, matmul, select_column, sub
@@ -20,29 +21,15 @@ from codetta.partition.training import TrainingPlan, cotangent_name, plan_traini
 from codetta.testing import relative_error
 from graphs import rms_norm
 from target import DEVICE, executable, sized
-from ways import compiled, counts, forward_plans, fresh, run, wide
+from ways import compiled, counts, forward_plans, fresh, run
 
 BF16 = torch.bfloat16
 CLOSE = 2**-7  # one rounding apart, in bfloat16, twice over
 
 
-class Tower(nn.Module):
-    """Two blocks of norm and SwiGLU, a norm, an LM head and its loss: every kind of program but the rotation."""
-
-    def __init__(self, width: int = 264, inner: int = 344, vocabulary: int = 1001, reduction: str = "mean") -> None:
-        super().__init__()
-        self.reduction = reduction
-        self.norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-5) for _ in range(3))
-        self.ups = nn.ModuleList(nn.Linear(width, 2 * inner) for _ in range(2))
-        self.downs = nn.ModuleList(nn.Linear(inner, width, bias=False) for _ in range(2))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        for norm, up, down in zip(self.norms[:2], self.ups, self.downs, strict=True):
-            gate, value = up(norm(x)).chunk(2, -1)
-            x = x + down(functional.silu(gate) * value)
-        logits = wide(self.head(self.norms[2](x)))
-        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=self.reduction), x
+def tower(reduction: str = "mean") -> Deep:
+    """Sizes that are no multiple of a tile, in bfloat16 on the device."""
+    return made(Deep(264, 344, 1001, reduction))
 
 
 class Stream(nn.Module):
@@ -87,7 +74,7 @@ def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 @pytest.mark.parametrize("shape", [(2, 150), (4097,)])
 def test_the_same_bits_run_after_run(shape):
     """Outputs and gradients of three runs and of a module compiled anew: reductions have one order."""
-    module, inputs = made(Tower()), tower_inputs(*shape)
+    module, inputs = tower(), tower_inputs(*shape)
     ours = compiled(module)
     runs = [run(ours, inputs, module, 0) for _ in range(3)] + [run(compiled(module), inputs, module, 0)]
     for other in runs[1:]:
@@ -134,7 +121,7 @@ def step_of(module: nn.Module, call: Callable[..., tuple[Tensor, Tensor]], x: Te
 def test_cuda_graph(inner: str):
     """C28: forward and backward in a CUDA graph, replayed with new inputs and new upstream gradients: to the bit what
     the same compiled function gives outside of it."""
-    module = made(Tower())
+    module = tower()
     ours = compiled(module, inner=inner)
     x, targets = tower_inputs(300)
     g = noise(300, 264, seed=5)
@@ -184,7 +171,7 @@ def test_cuda_graph_of_a_plan_alone():
 def test_side_stream():
     """C28: inputs made on a side stream, behind a long kernel, and used there, with no synchronisation by hand: kernels
     are launched on the current stream, and no other. A launch on the default stream would read NaN."""
-    module = made(Tower())
+    module = tower()
     ours = compiled(module)
     ready, targets = tower_inputs(300)
     g = noise(300, 264, seed=5)
@@ -207,7 +194,7 @@ def test_side_stream():
 @pytest.mark.usefixtures("cuda_only")
 def test_no_synchronisation():
     """A step, once compiled, waits for the device nowhere."""
-    module = made(Tower())
+    module = tower()
     ours = compiled(module)
     x, targets = tower_inputs(300)
     g = noise(300, 264, seed=5)
@@ -329,7 +316,7 @@ def test_logits_past_two_to_the_31():
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
 def test_zero_tokens(shape: tuple[int, ...], reduction: str):
     """C13: no tokens through a whole model: the loss is PyTorch's, gradients are zeros of the right shape and dtype."""
-    module = made(Tower(reduction=reduction))
+    module = tower(reduction)
     x, targets = tower_inputs(*shape)
     expected, theirs = module(x, targets)
     with recording() as found:
@@ -405,7 +392,7 @@ def test_weights_that_are_not_contiguous(layout: str):
 def test_a_weight_in_another_memory():
     """The address of a weight is looked up when the op runs: after ``load_state_dict(assign=True)`` the result is the
     new weight's, with nothing compiled again."""
-    module, other = made(Tower()), made(Tower())
+    module, other = tower(), tower()
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(0.5)
@@ -421,7 +408,7 @@ def test_a_weight_in_another_memory():
 def test_nothing_that_is_not_ours_is_written_to():
     """Inputs, weights, outputs and incoming gradients keep their bits through forward and two backward passes, which
     give the same."""
-    module = made(Tower())
+    module = tower()
     x, targets = tower_inputs(300)
     loss, stream = compiled(module)(x, targets)
     g, one = noise(300, 264, seed=3), torch.ones_like(loss)

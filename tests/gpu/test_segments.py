@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import cache
 from random import Random
@@ -15,13 +16,14 @@ import drive
 import mirror
 from cases.test_random import RandomModule
 from codetta.backends.reference.evaluate import TORCH
-from codetta.core.types import DType, bf16, f16, f32
+from codetta.core.types import DType, bf16, f16, f32, rowvec, tile
+from codetta.ir.build import add, cast, input_, matmul
 from codetta.ir.graph import Graph
 from codetta.partition.cut import MEMORY, Memory
 from codetta.partition.training import TrainingPlan, plan_training
 from codetta.testing import Bar, Errors, pooled, relative_error
-from graphs import ODD, USUAL, Sizes, draw, llama_segment, trained
-from target import executable, here
+from graphs import ODD, USUAL, Sizes, draw, llama_segment, rms_norm, trained
+from target import DEVICE, executable, here
 from ways import BARS, agree
 
 SIZES = Sizes(
@@ -122,6 +124,28 @@ def judged(errors: Mapping[str, Errors], bar: Bar) -> None:
     found = [f"{n}: {why}" for n, e in errors.items() if (why := bar.why_not(e)) is not None]
     together = bar.why_not_all(errors.values())
     assert not found + ([together] if together else []), "\n".join([*found, together or ""])
+
+
+# --- gradients that are asked for -------------------------------------------------------------------------------------
+
+
+def test_every_choice_of_gradients():
+    """C24: all combinations of input, residual, gain, weight and bias: those gradients and no others, each as the
+    reference's, and no GEMM in vain."""
+    x, r, w = input_("x", tile(264, bf16)), input_("r", tile(264, bf16)), input_("w", tile(264, bf16, rows=136))
+    g, b = input_("g", rowvec(264, bf16)), input_("b", rowvec(136, bf16))
+    out = cast(add(matmul(rms_norm(cast(add(x, r), bf16), g), w), b), bf16)
+    graph = Graph((x, r, g, w, b), (("y", out),))
+    feed = {n: here(t) for n, t in drive.typed(graph, mirror.random_feed(graph, 150)).items()}
+    given = {"y": torch.randn(150, 136, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)}
+    expected, gradients = drive.train(plan_training(graph, list(feed)), feed, given, 150)
+    for chosen in itertools.chain.from_iterable(itertools.combinations(feed, n) for n in range(1, 6)):
+        plan = plan_training(graph, chosen)
+        found, got = drive.train(plan, feed, given, 150, executable)
+        assert relative_error(found["y"], expected["y"]) < 2**-7
+        assert got.keys() == set(chosen)
+        assert all(relative_error(got[n], gradients[n]) < 2**-6 for n in chosen), chosen
+        assert plan.backward.count("gemm") == ("w" in chosen) + (not {"x", "r", "g"}.isdisjoint(chosen))
 
 
 # --- graphs that are no Llama -----------------------------------------------------------------------------------------

@@ -14,14 +14,16 @@ import graphs
 import mirror
 from codetta.backends.reference import tiles
 from codetta.core.node import Node, postorder
-from codetta.core.types import DType, Kind, bf16, colvec, f16, f32, f64, i32, rowvec, scalar, tile
+from codetta.core.types import DType, Kind, bf16, colvec, f16, f32, f64, i32, rowvec, scalar, table, tile
 from codetta.errors import PlanError, SettingsError
 from codetta.ir import ops
 from codetta.ir.build import (
     add,
     apply,
     cast,
+    expand,
     input_,
+    join,
     logsumexp_row,
     matmul,
     mul,
@@ -34,7 +36,7 @@ from codetta.ir.build import (
     where,
 )
 from codetta.ir.graph import Graph
-from codetta.ir.split import Split, columns
+from codetta.ir.split import Split, columns, halves
 from codetta.lang.source import parse_program, program_text
 from codetta.partition.build import make_plan
 from codetta.partition.cut import MEMORY, Memory
@@ -189,6 +191,9 @@ def largest(x: Node, kind: Kind, groups: int | None = None) -> Node:
         (where(apply(ops.GT, Z, Y), Z, Y), apply(ops.MAXIMUM, Z, Y)),
         (mul(Z, 0.0), add(Z, 0.0), mul(Z, 1.0)),
         (mul(sum_row(Z), sum_col(Z)),),
+        (apply(ops.TANH, apply(ops.SIGMOID, join(halves(1), parts(Z, halves(1))[0], 0.0))),),  # the 0 in float64 too
+        (mul(expand(input_("t", table(2, f64)), X.type), input_("u", table(4, f64))),),
+        (matmul(apply(ops.TANH, mul(expand(input_("t", table(2, f64)), X.type), input_("u", table(4, f64)))), W),),
     ],
     ids=lambda roots: ", ".join(repr(r.op) for r in roots),
 )

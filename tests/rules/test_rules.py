@@ -189,12 +189,24 @@ def test_siblings_with_different_takers_stay_apart():
 
 def test_siblings_share_one_sum_with_their_biases_if_each_has_one():
     x = input_("x", tile(12))
-    a, b = (add(matmul(x, input_(f"w{i}", tile(12, rows=n))), input_(f"b{i}", rowvec(n))) for i, n in enumerate((8, 4)))
+    a, b = (add(matmul(x, input_(f"w{i}", tile(12, rows=n))), input_(f"b{i}", rowvec(n))) for i, n in enumerate((8, 8)))
     before = graph_of(a, apply(ops.TANH, b))
     merged = merge_siblings(before)
     (gemm,) = merged.contractions
     assert [n for n in merged.nodes if gemm in n.args] == [n for n in merged.nodes if n.op is ops.ADD]
     expect_same(before, merged)
+
+
+@pytest.mark.parametrize(
+    "widths, merged",
+    [((24, 8), [32]), ((27, 24), [27, 24]), ((27, 13), [40]), ((24, 27, 8), [32, 27]), ((27, 24, 13), [64])],
+)
+def test_an_odd_width_leaves_the_even_ones_their_kernel(widths: tuple[int, ...], merged: list[int]):
+    x = input_("x", tile(12))
+    before = graph_of(*(matmul(x, input_(f"w{i}", tile(12, rows=n))) for i, n in enumerate(widths)))
+    after = merge_siblings(before)
+    assert sorted(n.type.cols for n in after.contractions) == sorted(merged)
+    expect_same(before, after)
 
 
 def test_no_siblings_where_a_weight_is_computed_or_the_operand_differs():

@@ -91,10 +91,10 @@ def stacking(monkeypatch) -> None:
     """The reference backend asks for stacked inputs as kernels do."""
     run = Executable.run
 
-    def asking(self: Executable, inputs: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+    def asking(self: Executable, inputs: dict[str, Tensor], rows: int, *given_up: object) -> dict[str, Tensor]:
         for names in self.plan.stacks:
             assert torch.equal(stacked([inputs[n] for n in names]), torch.cat([inputs[n] for n in names]))
-        return run(self, inputs, rows)
+        return run(self, inputs, rows, *given_up)
 
     monkeypatch.setattr(Executable, "run", asking)
 

@@ -18,6 +18,7 @@ from codetta.rules.match import (
     narrow,
     number,
     rebuilt,
+    rebuilt_if_fitting,
     scale,
     x_tile,
 )
@@ -135,8 +136,8 @@ def expand_in_map(n: Node) -> Node | None:
         return None
     for i, a in enumerate(n.args):
         if a.op is ops.EXPAND:
-            found = rebuilt(n, *n.args[:i], a.args[0], *n.args[i + 1 :])
-            if found.type == n.type:
+            found = rebuilt_if_fitting(n, *n.args[:i], a.args[0], *n.args[i + 1 :])
+            if found is not None and found.type == n.type:
                 return found
     return None
 
@@ -146,8 +147,8 @@ def expand_after_map(n: Node) -> Node | None:
     """What is the same along an axis is computed once."""
     if n.op.family != "map" or n.op is ops.EXPAND or not any(a.op is ops.EXPAND for a in n.args):
         return None
-    found = rebuilt(n, *(a.args[0] if a.op is ops.EXPAND else a for a in n.args))
-    return None if found.type == n.type else expand(found, n.type)
+    found = rebuilt_if_fitting(n, *(a.args[0] if a.op is ops.EXPAND else a for a in n.args))
+    return None if found is None or found.type == n.type else expand(found, n.type)
 
 
 # --- casts: rounding belongs to stores ------------------------------------------------------------------------------

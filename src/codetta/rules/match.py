@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from codetta.core.node import Node, Op, node
 from codetta.core.types import Kind, Type, bf16, f32, rowvec, tile
 from codetta.core.types import colvec as colvec_type
+from codetta.errors import ShapeError
 from codetta.ir import ops
 from codetta.ir.build import input_
 
@@ -55,6 +56,14 @@ def row_scaled(n: Node) -> tuple[Node, Node] | None:
 def rebuilt(n: Node, *args: Node) -> Node:
     """``n`` with other arguments."""
     return node(n.op, *args, attrs=n.attrs, where=n.where)
+
+
+def rebuilt_if_fitting(n: Node, *args: Node) -> Node | None:
+    """As ``rebuilt``; None where these do not fit: tables of 3 and of 6 columns meet at full width only."""
+    try:
+        return rebuilt(n, *args)
+    except ShapeError:
+        return None
 
 
 # leaves of the rules' examples: the sizes are small, different, and good for groups of 2 and 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from codetta.core.node import Node, postorder
 from codetta.core.rewrite import Registry
-from codetta.core.types import Kind, f16
+from codetta.core.types import DType, Kind, f16
 from codetta.ir import ops
 from codetta.ir.build import add, apply, cast, div, matmul, mul, sub, sum_row, turn
 from codetta.rules.match import either_way, gain, is_const, number, rebuilt, row_scaled, scale, weight, x_tile
@@ -103,4 +103,14 @@ def gain_into_frozen_weight(n: Node) -> Node | None:
     for y, g in either_way(x, ops.MUL):
         if g.type.kind is Kind.ROWVEC and y.type.kind is Kind.TILE and w.op is ops.INPUT and g.op is ops.INPUT:
             return rebuilt(n, cast(y, n.args[0].type.dtype), cast(mul(w, g), w.type.dtype))
+    return None
+
+
+def rounded_before_gain(n: Node) -> DType | None:
+    """The narrow dtype to which a model rounds its normalised rows before it multiplies them by the gain ``n`` has, as
+    Llama's norm does; else None. Here arithmetic takes what was not rounded (canon.round_before_arithmetic)."""
+    for h, g in either_way(n, ops.MUL):
+        of_columns = g.type.kind is Kind.ROWVEC and h.op is ops.CAST and h.type.dtype.is_float
+        if of_columns and h.type.dtype.bytes < h.args[0].type.dtype.bytes and row_scaled(h.args[0]) is not None:
+            return h.type.dtype
     return None

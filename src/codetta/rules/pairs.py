@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from codetta.core.node import Node, node
 from codetta.core.rewrite import Registry
-from codetta.core.types import Dim, Kind, Type, table
+from codetta.core.types import Dim, Kind, Type, compute_dtype, table
 from codetta.ir import ops
-from codetta.ir.build import add, const, expand, input_, join, mul, neg, part, sum_row
+from codetta.ir.build import add, cast, const, expand, input_, join, mul, neg, part, sum_row
 from codetta.ir.split import ADJACENT, Split, halves
 from codetta.rules.match import is_arithmetic, is_const, is_number, rebuilt, row_scaled, x_tile
 
@@ -52,6 +52,8 @@ def _map(n: Node, args: list[Node], split: Split, index: int) -> Node:
     if any(zero) and (n.op in (ops.MUL, ops.NEG) or all(zero)) and n.op in (ops.MUL, ops.NEG, ops.ADD, ops.SUB):
         return const(0.0)
     found = rebuilt(n, *args) if n.op is not ops.ADD or not any(zero) else args[0] if zero[1] else args[1]
+    if compute_dtype(found.type.dtype) is not compute_dtype(n.type.dtype):  # a number beside a float64 lane
+        found = rebuilt(n, *(cast(a, of.type.dtype) for a, of in zip(args, n.args, strict=True)))
     if is_const(found) or n.type.cols is None:
         return found
     return expand(found, Type(n.type.kind, n.type.dtype, n.type.rows, split.part_cols(n.type.cols, index)))

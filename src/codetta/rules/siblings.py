@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from codetta.core.node import Node, substitute, users
@@ -12,13 +12,16 @@ from codetta.ir.build import add, join, matmul, part, stack
 from codetta.ir.graph import Graph
 from codetta.ir.split import columns
 
+WHOLE = 8  # columns: rows of an output are whole 16 bytes then, in a dtype of 16 bits, as kernels want them
+
 
 def merge_siblings(graph: Graph) -> Graph:
     """x w1', x w2' = columns of x [w1; w2]'. Siblings share the operand, its form, and whoever takes them up.
 
     Where one goes to another GEMM than its sibling does (a parallel block's fc1, next to q, k and v), their gradients
     come from different places, and to join them before the GEMM's own gradient would cost a pass. Where the epilogue
-    combines them, they must lie side by side: two of them can be a pair of lanes, three cannot."""
+    combines them, they must lie side by side: two of them can be a pair of lanes, three cannot. And a width that no
+    kernel could store (27) is not added to one that a kernel can (24)."""
     while (merged := next(_merged_once(graph), None)) is not None:
         graph = merged
     return graph
@@ -26,10 +29,22 @@ def merge_siblings(graph: Graph) -> Graph:
 
 def _merged_once(graph: Graph) -> Iterator[Graph]:
     for group in _siblings(graph):
-        for chosen in (group, *combinations(group, 2)):
+        for chosen in _choices(group):
             merged, whole = _merged(graph, list(chosen))
             if _is_block_local(merged, whole):
                 yield merged
+
+
+def _choices(group: list[Node]) -> Iterator[tuple[Node, ...]]:
+    """All of a group, those of whole widths, two of them: none that would take a member's kernel away."""
+    even = [n for n in group if _width([n]) % WHOLE == 0]
+    for chosen in (tuple(group), tuple(even), *combinations(group, 2)):
+        if len(chosen) > 1 and (_width(chosen) % WHOLE == 0 or not any(n in chosen for n in even)):
+            yield chosen
+
+
+def _width(group: Sequence[Node]) -> int:
+    return sum(n.type.cols for n in group if isinstance(n.type.cols, int))
 
 
 def _merged(graph: Graph, group: list[Node]) -> tuple[Graph, Node]:
