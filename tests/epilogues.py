@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from codetta.ir.program import Program
+from codetta.backends.reference.evaluate import TORCH
+from codetta.core.node import substitute
+from codetta.core.types import bf16, tile
+from codetta.ir.build import input_, matmul
+from codetta.ir.graph import Graph
+from codetta.ir.program import Program, param_name
 from codetta.lang.source import parse_program
+from codetta.partition.plan import Plan
+from codetta.partition.training import plan_training
 
 ROWS = 37
+K = 64
 
 
 def program(body: str, params: str, k: int = 64, form: str = "nt") -> Program:
@@ -135,6 +144,28 @@ CASES: dict[str, tuple[Program, Expected]] = {
             ),
         ),
     ),
+    "loss_without_logits": (
+        program(
+            "return dict(lse=logsumexp_row(acc), at=select_column(acc, target), s=sum_row(acc * 0.5))",
+            "Tile[40, f32], target: ColVec[i32]",
+        ),
+        lambda acc, target: (
+            acc.logsumexp(1),
+            torch.where((target >= 0) & (target < 40), acc.gather(1, target.clamp(0, 39)[:, None].long())[:, 0], 0.0),
+            acc.sum(1) * 0.5,
+        ),
+    ),
+    "logits_gradient": (
+        program(
+            "hit = where(column_index(40) == target, 1.0, 0.0)\n    d = g * exp(acc - lse) + hit * h\n"
+            "    return dict(d=to(d, bf16), b=sum_col(d))",
+            "Tile[40, f32], target: ColVec[i32], g: ColVec[f32], lse: ColVec[f32], h: ColVec[f32]",
+        ),
+        lambda acc, target, g, lse, h: (
+            d := g[:, None] * (acc - lse[:, None]).exp() + (torch.arange(40) == target[:, None]) * h[:, None],
+            d.sum(0),
+        ),
+    ),
     "bias_gelu_max": (
         program(
             "z = acc * s + b\n    return dict(z=to(z, bf16), y=to(gelu_tanh(z), bf16), m=absmax_row(z))",
@@ -232,3 +263,30 @@ CASES: dict[str, tuple[Program, Expected]] = {
         lambda acc: (acc, acc[:, :256].square().sum(1), acc[:, 256:384].amax(1), acc[:, 384:].sum(0)),
     ),
 }
+
+
+@cache
+def plan_of(name: str) -> Plan:
+    """The program behind its GEMM, with a step that folds each of its partials."""
+    program, _ = CASES[name]
+    acc, *params = program.params
+    form, cols = program.gemm.form, acc.type.cols
+    x, w = input_("left", tile(K, bf16)), input_("right", tile(*((K, bf16, cols) if form == "nt" else (cols, bf16, K))))
+    bodies = substitute([n for _, n in program.outputs], {acc: matmul(x, w, form)})
+    names = [name for name, _ in program.outputs]
+    graph = Graph((x, w, *params), tuple(zip(names, bodies, strict=True)))
+    return plan_training(graph, [], as_written=True).forward
+
+
+def case(name: str, rows: int) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Inputs of the plan, and what its outputs are in float64."""
+    program, expected = CASES[name]
+    acc, *values = inputs(program, rows, rows)
+    values = [v.to(TORCH[n.type.dtype]) for n, v in zip(program.params[1:], values, strict=True)]
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, K, generator=generator).bfloat16()
+    w = torch.randn(acc.shape[1], K, generator=generator).mul(K**-0.5).bfloat16()
+    wanted = expected(x.double() @ w.double().t(), *(v.double() if v.is_floating_point() else v for v in values))
+    stored = w if program.gemm.form == "nt" else w.t().contiguous()
+    feed = {"left": x, "right": stored, **{param_name(n): v for n, v in zip(program.params[1:], values, strict=True)}}
+    return feed, wanted

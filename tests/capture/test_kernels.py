@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from codetta.backends import BACKENDS
 from codetta.backends.hopper import support
+from codetta.backends.hopper.stream import device_of, on_device
 from codetta.backends.stacked import are_adjacent
 from codetta.capture import backend as entry
 from codetta.capture.backend import backend, recording
 from codetta.capture.kernels import Target, target
 from codetta.capture.options import parse
 from codetta.errors import SettingsError
-from codetta.runtime import library
 from ways import compiled
 
 REASON = "NVIDIA A100 has compute capability 8.0"
@@ -119,13 +119,14 @@ def test_a_segment_runs_on_its_own_device(monkeypatch):
     entered = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", entered.append)
-    zero, one = (SimpleNamespace(is_cuda=True, device=torch.device("cuda", i)) for i in (0, 1))
-    cpu = SimpleNamespace(is_cuda=False, device=torch.device("cpu"))
-    for tensors in ([cpu], [zero], [cpu, zero]):
-        library._on_device_of(tensors)
+    zero, one, cpu = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+    for device in (cpu, zero):
+        on_device(device)
     assert entered == []
-    library._on_device_of([cpu, one])
-    assert entered == [torch.device("cuda", 1)]
+    on_device(one)
+    assert entered == [one]
+    tensors = [SimpleNamespace(is_cuda=d.type == "cuda", device=d) for d in (cpu, one)]
+    assert (device_of(tensors), device_of(tensors[:1])) == (one, cpu)
 
 
 def test_loggers_are_ignored_whenever_they_come(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from codetta.capture.backend import CapturedGraph, captured
 from codetta.capture.logits import outputs_of
 from codetta.capture.names import layer_of
 from codetta.capture.normalise import is_parameter
-from codetta.capture.segment import Segment
+from codetta.capture.segment import Segment, token_rows
 from codetta.capture.traffic import eager_bytes
-from codetta.core.types import ROWS, Kind, bf16, f16
+from codetta.core.types import bf16, f16
+from codetta.partition.lifetime import Peak, peak, peak_of
 from codetta.partition.plan import Plan, plan_text
 from codetta.partition.training import plan_boundary_fusion
+from codetta.rules.norm import rounded_before_gain
 from codetta.runtime.compile import Segment as Compiled
 
 EMPTY = Plan((), (), (), {})
@@ -63,6 +65,8 @@ class Explanation:
                 "key": p.key,
                 "layers": list(p.layers),
                 "tokens": p.rows,
+                "peak_bytes": p.memory.bytes,
+                "held_bytes": p.memory.between,
                 "forward": p.forward.to_json(),
                 "backward": p.backward.to_json(),
             }
@@ -121,7 +125,7 @@ def explain(
 
 def explain_graphs(graphs: Sequence[CapturedGraph], *, title: str, notes: Iterable[str] = ()) -> Explanation:
     """The explanation of captured graphs."""
-    known: dict[tuple[str, int], tuple[Half, Half]] = {}
+    known: dict[tuple[str, int], tuple[Half, Half, Peak]] = {}
     plans: dict[str, tuple[Plan, Plan]] = {}
     parts: list[Part] = []
     for graph in graphs:
@@ -130,9 +134,9 @@ def explain_graphs(graphs: Sequence[CapturedGraph], *, title: str, notes: Iterab
             if (key, rows) not in known:
                 given = compiled.usable(graph.given(i)) if compiled.wrt else ()
                 plans[key] = compiled.forward, compiled.backward(given)[0] if given else EMPTY
-                known[key, rows] = _halves(graph, i, compiled, given, rows)
+                known[key, rows] = (*_halves(graph, i, compiled, given, rows), _peak(compiled, given, rows))
             parts.append(Part(key, weight_layers(segment), rows, *known[key, rows]))
-    notes = [*notes, *attention_notes(graphs), *kernel_notes(plans.values())]
+    notes = [*notes, *attention_notes(graphs), *rounding_notes(graphs), *kernel_notes(plans.values())]
     if not any(p.forward.gemms for p in parts):
         notes = [*notes, "nothing was understood: no segment contains a GEMM"]
     return Explanation(title, len(graphs), tuple(parts), tuple(opaque_calls(graphs)), plans, tuple(notes))
@@ -143,6 +147,17 @@ def attention_notes(graphs: Iterable[CapturedGraph]) -> list[str]:
     lines = [line.partition(": ") for graph in graphs for line in graph.attention]
     counts = Counter(outcome for _, _, outcome in lines)
     return [f"attention x{count}: {outcome}" for outcome, count in counts.items()]
+
+
+def rounding_notes(graphs: Iterable[CapturedGraph]) -> list[str]:
+    """Which norms round before their gain: the model's order, and ours."""
+    nodes = [n for g in graphs for s in g.capture.segments for n in s.graph.nodes]
+    counts = Counter(dtype for n in nodes if (dtype := rounded_before_gain(n)) is not None)
+    return [
+        f"norms x{count}: the model rounds to {dtype} before the gain; here the gain is multiplied in float32, and the "
+        "product rounded once. codetta.verify shows both errors"
+        for dtype, count in counts.items()
+    ]
 
 
 def kernel_notes(plans: Iterable[tuple[Plan, Plan]]) -> list[str]:
@@ -166,19 +181,6 @@ def weight_layers(segment: Segment) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, found)))
 
 
-def token_rows(segment: Segment) -> int:
-    """What M stands for in a segment."""
-    for node, feed in zip(segment.graph.inputs, segment.feeds, strict=True):
-        value = feed.border.source.meta.get("val")
-        if node.type.rows != ROWS or not isinstance(value, Tensor):
-            continue
-        if node.type.kind is Kind.COLVEC:
-            return int(value.numel())
-        if node.type.kind is Kind.TILE and isinstance(node.type.cols, int) and node.type.cols:
-            return int(value.numel()) // node.type.cols
-    return 0
-
-
 def opaque_calls(graphs: Iterable[CapturedGraph]) -> list[Opaque]:
     """The operators that stay with PyTorch, alike ones together."""
     found: dict[tuple[str, str], list[tuple[str, bool]]] = {}
@@ -200,6 +202,12 @@ def _halves(graph: CapturedGraph, i: int, compiled: Compiled, given: tuple[str, 
     eager = eager_bytes(graph.gm, graph.capture, i)
     fusion = plan_boundary_fusion(compiled.graph, compiled.wrt, given)
     return half_of(forward, rows, eager[0], fusion[0]), half_of(backward, rows, eager[1] if given else 0, fusion[1])
+
+
+def _peak(compiled: Compiled, given: tuple[str, ...], rows: int) -> Peak:
+    if not given:
+        return Peak(peak_of(compiled.forward, rows), 0)
+    return peak(replace(compiled.training, backward=compiled.backward_plan(given)), rows)
 
 
 def _returns_caches(model: nn.Module, graphs: Sequence[CapturedGraph]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from codetta.partition.cost import MACHINES, Cost, Machine, plan_cost, roofline_seconds, step_cost
+from codetta.partition.lifetime import Peak
 from codetta.partition.plan import Plan
 
 WAYS = ("programs", "boundary_fusion", "eager")  # as codetta plans it; ideal fusion between GEMMs; operator by operator
@@ -49,13 +50,15 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One segment: where it lies, its token count, what it costs. Parts with the same ``key`` have the same plans."""
+    """One segment: where it lies, its token count, what it costs, the most memory that it needs. Parts with the same
+    ``key`` have the same plans."""
 
     key: str
     layers: tuple[str, ...]
     rows: int
     forward: Half
     backward: Half
+    memory: Peak
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from codetta.audit.parts import WAYS, Half, Opaque, Part, groups
+from codetta.partition.lifetime import Peak
 from codetta.partition.plan import Plan, plan_text
 
 COLUMN = {"programs": "programs", "boundary_fusion": "fusion between GEMMs", "eager": "eager operators"}
@@ -48,6 +49,8 @@ def programs(parts: Sequence[Part], plans: Mapping[str, tuple[Plan, Plan]]) -> I
     for key, where in groups(parts).items():
         first = parts[where[0]]
         yield Text(_heading(parts, where), style="bold", no_wrap=True, overflow="ignore")
+        if first.memory.bytes:
+            yield Text(f"peak bytes: {_peak(first.memory)}")
         for name, plan in zip(("forward", "backward"), plans[key], strict=True):
             if plan.steps:
                 yield Text(f"--- {name}", style="bold")
@@ -107,6 +110,12 @@ def _heading(parts: Sequence[Part], where: Sequence[int]) -> str:
     if len(where) > 1:
         title += f"; segments {_ranges(where[1:])}, to {_between(last.layers)}, are alike"
     return title
+
+
+def _peak(memory: Peak) -> str:
+    """The most memory at once, and what of it lies between forward and backward."""
+    between = f", of them {gigabytes(memory.between)} between forward and backward" if memory.between else ""
+    return f"{gigabytes(memory.bytes)} above the inputs{between}"
 
 
 def _between(layers: Sequence[str]) -> str:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
 
 from codetta.partition.plan import Plan
 
+NEW: Mapping[str, Tensor] = MappingProxyType({})  # no output's memory is given
+
 
 class Runnable(Protocol):
     """A plan ready to run."""
 
-    def run(self, inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    def run(
+        self,
+        inputs: Mapping[str, Tensor],
+        rows: int,
+        given_up: frozenset[str] = frozenset(),
+        into: Mapping[str, Tensor] = NEW,
+    ) -> dict[str, Tensor]:
         """The output buffers by name, from the inputs by name and the token count. Each output is contiguous memory
-        of its own; inputs are never modified."""
+        of its own, or what the caller gives for it in ``into``; inputs are never modified, but for those that are
+        ``given_up``, which may hold anything after. What is given may be an input's memory only where one map of single
+        elements reads the one and writes the other."""
         ...
 
 

@@ -25,14 +25,14 @@ def are_adjacent(blocks: Sequence[Tensor]) -> bool:
 
     Asked when they are used: nothing guards an address, and moving, casting or sharding a model changes it."""
     first = blocks[0]
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    storage, end, strides, dtype = first.untyped_storage().data_ptr(), first.data_ptr(), first.stride(), first.dtype
     for b in blocks:
         # equal storages too: blocks that the allocator happened to put side by side are not one tensor
         if b.data_ptr() != end or b.untyped_storage().data_ptr() != storage or not b.is_contiguous():
             return False
-        if b.dtype != first.dtype or b.shape[1:] != first.shape[1:]:
+        if b.dtype is not dtype or b.stride() != strides:  # equal strides, so as wide
             return False
-        end += b.numel() * b.element_size()
+        end += b.nbytes
     return True
 
 
@@ -47,5 +47,5 @@ def stacked(blocks: Sequence[Tensor]) -> Tensor:
         STATISTICS.copies += 1
         return torch.cat(list(blocks))
     STATISTICS.views += 1
-    rows = sum(b.shape[0] for b in blocks)
-    return first.as_strided((rows, *first.shape[1:]), (*first.shape[1:], 1), first.storage_offset())
+    rows = sum(map(len, blocks))
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

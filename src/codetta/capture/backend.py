@@ -19,10 +19,11 @@ from codetta import settings
 from codetta.backends import prepare
 from codetta.capture.kernels import pack_stacks, target
 from codetta.capture.logits import THROUGH, NoLogits, logits_outputs, outputs_of, without_outputs
+from codetta.capture.loss_head import without_logits
 from codetta.capture.mask import make_attention_causal
 from codetta.capture.normalise import ignore_warning_loggers, normalise
 from codetta.capture.options import BackendOptions, parse
-from codetta.capture.segment import Capture, Segment, cut
+from codetta.capture.segment import Capture, Segment, cut, token_rows
 from codetta.capture.splice import splice
 from codetta.capture.wide import double_precision, widened
 from codetta.errors import CaptureError
@@ -131,6 +132,8 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
         graph = widened(graph)
     hidden = logits_outputs(graph) if chosen.logits == "never" else []
     fakes = without_outputs(graph, hidden)
+    if chosen.logits == "never" and chosen.rewrite and not chosen.widen:
+        without_logits(graph, "auto" if chosen.memory == "balanced" else chosen.memory)
     packed = chosen.pack is True or (chosen.pack == "auto" and found.backend == "hopper")
     if chosen.rewrite:
         options = Options(found.backend, chosen.memory, packed, chosen.batch_invariant)
@@ -153,7 +156,8 @@ def _rewritten(graph: GraphModule, options: Options, attention: list[str]) -> Gr
 
     spliced = splice(graph, found.capture, register)
     found.keys = [keys[s.graph, s.requires_grad] for s in found.capture.segments]
-    prepare(options.backend, _plans(found), batch_invariant=options.batch_invariant)
+    rows = max(map(token_rows, found.capture.segments), default=0)
+    prepare(options.backend, _plans(found), batch_invariant=options.batch_invariant, rows=rows or None)
     for recorder in _RECORDERS:
         recorder.append(found)
     log.info("%d segments, %d opaque calls", len(found.capture.segments), len(found.capture.opaque))

@@ -51,7 +51,7 @@ def pack_stacks(spliced: GraphModule, example_inputs: Sequence[Any], move: bool)
     given = dict(zip(spliced.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     groups: dict[tuple[str, ...], list[Any]] = {}
     for call in spliced.graph.find_nodes(op="call_function", target=torch.ops.codetta.segment.default):
-        inputs, key = call.args
+        inputs, key, _ = call.args
         for positions in registry.segment_of(key).stacks:
             nodes = [inputs[i] for i in positions]
             if all(n in given and is_parameter(n) for n in nodes):  # behind a view, another layout would be needed

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
-from torch import fx
+from torch import SymInt, Tensor, fx
 from torch.fx import GraphModule
 
 from codetta.capture.align import Value
@@ -16,7 +17,7 @@ from codetta.capture.names import input_names, layer_of, module_of, output_names
 from codetta.capture.scope import Border
 from codetta.capture.views import FREE
 from codetta.core.node import Node, postorder, substitute
-from codetta.core.types import Kind
+from codetta.core.types import ROWS, Kind
 from codetta.errors import CaptureError
 from codetta.ir import ops
 from codetta.ir.build import input_
@@ -41,6 +42,24 @@ class Segment:
     requires_grad: tuple[bool, ...]
     layers: tuple[str, ...]
     region: dict[str, Any] = field(default_factory=dict)
+
+
+def token_rows(segment: Segment) -> int:
+    """What M stands for in a segment; where a size is symbolic, in the example that it was captured with."""
+    for node, feed in zip(segment.graph.inputs, segment.feeds, strict=True):
+        value = feed.border.source.meta.get("val")
+        if node.type.rows != ROWS or not isinstance(value, Tensor):
+            continue
+        if node.type.kind is Kind.COLVEC:
+            return prod(map(_hint, value.shape))
+        if node.type.kind is Kind.TILE and isinstance(node.type.cols, int) and node.type.cols:
+            return prod(map(_hint, value.shape)) // node.type.cols
+    return 0
+
+
+def _hint(size: int | SymInt) -> int:
+    """A size without a guard on it."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from codetta.capture.align import Value
 from codetta.capture.grow import is_tensor, reads_size
 from codetta.capture.layout import Dims, Expr, Size, chain, dim_size, shape_of, size_of, sizes
 from codetta.capture.scope import Border
-from codetta.capture.segment import Capture, Segment
+from codetta.capture.segment import Capture
 from codetta.core.types import Sym, Type
 from codetta.errors import CaptureError
 from codetta.ir.graph import Graph
@@ -126,15 +126,16 @@ class _Splice:
     def output(self, segment: int, index: int) -> fx.Node:
         """An output of a segment as the segment computes it."""
         if segment not in self.calls:
-            self.calls[segment] = self._call_segment(self.capture.segments[segment])
+            self.calls[segment] = self._call_segment(segment)
         return self.calls[segment][index]
 
-    def _call_segment(self, segment: Segment) -> list[fx.Node]:
+    def _call_segment(self, index: int) -> list[fx.Node]:
+        segment = self.capture.segments[index]
         inputs = [
             self.enter(feed.border) if feed.made_by is None else self.output(*feed.made_by) for feed in segment.feeds
         ]
         key = self.register(segment.graph, segment.requires_grad)
-        call = self.graph.call_function(torch.ops.codetta.segment.default, (inputs, key))
+        call = self.graph.call_function(torch.ops.codetta.segment.default, (inputs, key, index))
         types = [n.type for n in segment.graph.roots]
         wanted = any(segment.requires_grad)
         rows = next(x.meta["val"].shape[0] for x, f in zip(inputs, segment.feeds, strict=True) if _is_rows(f.border))

@@ -15,9 +15,11 @@ from codetta.errors import PlanError
 from codetta.ir import ops
 from codetta.ir.graph import Graph
 from codetta.partition.cut import Memory
+from codetta.partition.lifetime import private
 from codetta.partition.plan import Plan, plan_text
 from codetta.partition.training import (
     TrainingPlan,
+    cotangent_name,
     plan_for_given,
     plan_inference,
     plan_training,
@@ -35,6 +37,19 @@ class Options:
     batch_invariant: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardCall:
+    """Backward for the cotangents of some outputs: its plan, ready to run; of each of the plan's inputs the place among
+    what is passed (``Segment.kept``, then the cotangents); those whose memory may be written to; and the buffers that
+    it returns: gradients that are rows of one stacked gradient come as that one."""
+
+    plan: Plan
+    run: Runnable
+    feed: tuple[tuple[str, int], ...]
+    given_up: frozenset[str]
+    buffers: tuple[str, ...]
+
+
 class Segment:
     """A graph compiled for gradients of the inputs that ask for one; plans are made when first needed."""
 
@@ -45,6 +60,8 @@ class Segment:
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._backward: dict[tuple[str, ...], tuple[Plan, Runnable]] = {}
         self._reached: dict[tuple[str, ...], set[str]] = {}
+        self._calls: dict[tuple[bool, ...], BackwardCall] = {}
+        self.names = tuple(str(n.attrs[0]) for n in graph.inputs)
 
     @cached_property
     def training(self) -> TrainingPlan:
@@ -70,12 +87,35 @@ class Segment:
         names = [name for name, _ in self.graph.outputs]
         return [*names, *(name for name, _ in self.forward.outputs if name not in names)]
 
+    @cached_property
+    def result_buffers(self) -> list[tuple[str, bool]]:
+        """The buffer of each result, and whether no result before it has the same."""
+        views = dict(self.forward.outputs)
+        buffers = [views[name].buffer for name in self.results]
+        return [(b, b not in buffers[:i]) for i, b in enumerate(buffers)]
+
     def backward(self, given: tuple[str, ...]) -> tuple[Plan, Runnable]:
         """The backward plan for cotangents of the outputs ``given`` alone; ``usable`` says which can be asked for."""
         if given not in self._backward:
             plan = self.backward_plan(given)
             self._backward[given] = plan, self._runnable(plan)
         return self._backward[given]
+
+    def backward_call(self, given: tuple[bool, ...]) -> BackwardCall:
+        """Backward for the cotangents of the outputs that are ``given``."""
+        if given not in self._calls:
+            names = tuple(name for (name, _), g in zip(self.graph.outputs, given, strict=True) if g)
+            plan, run = self.backward(names)
+            inputs, results = self.kept
+            kept = {self.results[i]: place for place, i in enumerate(results, len(inputs))}
+            places = {self.names[i]: place for place, i in enumerate(inputs)}
+            places.update((name, kept[output]) for name, output in self.training.saved if output in kept)
+            places.update((cotangent_name(n), place) for place, n in enumerate(names, len(inputs) + len(results)))
+            feed = tuple((name, places[name]) for name in plan.inputs)
+            buffers = tuple(dict.fromkeys(view.buffer for _, view in plan.outputs))
+            given_up = private(self.training) & set(plan.inputs)
+            self._calls[given] = BackwardCall(plan, run, feed, given_up, buffers)
+        return self._calls[given]
 
     def backward_plan(self, given: tuple[str, ...]) -> Plan:
         """The backward plan alone; PlanError where what forward keeps does not suffice."""

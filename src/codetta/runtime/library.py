@@ -1,9 +1,10 @@
-"""The two torch ops behind every segment, ``codetta::segment`` and its backward, with fakes and autograd."""
+"""The torch ops behind every segment: ``codetta::segment``, what it runs, and its backward, with fakes and autograd.
+
+``segment`` is what a graph calls; where autograd has had its turn, which is also in what AOTAutograd traces, it is
+``segment_forward``, on whose way to the kernels there is nothing but this file's functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,42 +14,37 @@ from codetta.backends.reference.evaluate import TORCH
 from codetta.backends.stacked import STATISTICS
 from codetta.core.types import Type
 from codetta.errors import UnsupportedError
-from codetta.partition.plan import Plan
 from codetta.partition.training import cotangent_name
 from codetta.runtime.compile import Segment
 from codetta.runtime.pack import tell_copies
 from codetta.runtime.registry import segment_of
 
+NOTHING: frozenset[str] = frozenset()
 LIBRARY = torch.library.Library("codetta", "DEF")
-# xs are the segment's inputs; the results are its outputs, then what only backward needs
-LIBRARY.define("segment(Tensor[] xs, str key) -> Tensor[]")
-# ts are what autograd held (Segment.kept: inputs, then results), then the cotangents of the outputs that are `given`
+# xs are the segment's inputs; the results are its outputs, then what only backward needs. ``call`` tells apart calls
+# that are otherwise the same: were two taken for one, the first backward could write over what the second reads.
+LIBRARY.define("segment(Tensor[] xs, str key, int call) -> Tensor[]")
+LIBRARY.define("segment_forward(Tensor[] xs, str key, int call) -> Tensor[]")
+# ts are what autograd held (Segment.kept: inputs, then results), then the cotangents of the outputs that are `given`.
+# Where the graph is not kept, results that only backward can see are given up: they may hold anything afterwards. The
+# schema says nothing of it, as functionalisation would copy them first; nobody else reads them, and nobody can later.
 LIBRARY.define("segment_backward(Tensor[] ts, str key, bool[] given, SymInt rows) -> Tensor[]")
 
 
-def _forward(xs: list[Tensor], key: str) -> list[Tensor]:
+def keeps_graph() -> bool:
+    """Whether the backward pass that is running may be asked for again (``retain_graph``); True outside of one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _forward(xs: list[Tensor], key: str, call: int) -> list[Tensor]:
     segment = segment_of(key)
-    inputs = {str(n.attrs[0]): x.contiguous() for n, x in zip(segment.graph.inputs, xs, strict=True)}
     copies = STATISTICS.copies
-    with _on_device_of(xs):
-        found = segment.run_forward.run(inputs, xs[segment.row_input].shape[0])
-    if segment.options.packed and STATISTICS.copies != copies:
-        names = list(inputs)
-        tell_copies([(tuple(names[i] for i in g), [xs[i] for i in g]) for g in segment.stacks])
-    views = dict(segment.forward.outputs)
-    return _distinct([found[views[name].buffer] for name in segment.results])
-
-
-def _on_device_of(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device, which need not be that of a model."""
-    device = next((t.device for t in tensors if t.is_cuda), None)
-    other = device is not None and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if other else nullcontext()
-
-
-def _distinct(tensors: list[Tensor]) -> list[Tensor]:
-    """No two results of an op may share memory; a buffer that is asked for twice is copied."""
-    return [t.clone() if any(t is u for u in tensors[:i]) else t for i, t in enumerate(tensors)]
+    inputs = dict(zip(segment.names, [x.contiguous() for x in xs], strict=True))
+    found = segment.run_forward.run(inputs, xs[segment.row_input].shape[0])
+    if STATISTICS.copies != copies and segment.options.packed:
+        tell_copies([(tuple(segment.names[i] for i in g), [xs[i] for i in g]) for g in segment.stacks])
+    # no two results of an op may share memory: a buffer that is asked for again is copied
+    return [found[b] if first else found[b].clone() for b, first in segment.result_buffers]
 
 
 def _empty(like: Tensor, t: Type, rows: Any) -> Tensor:
@@ -56,71 +52,72 @@ def _empty(like: Tensor, t: Type, rows: Any) -> Tensor:
     return like.new_empty(sizes, dtype=TORCH[t.dtype])
 
 
-def _forward_fake(xs: list[Tensor], key: str) -> list[Tensor]:
+def _forward_fake(xs: list[Tensor], key: str, call: int) -> list[Tensor]:
     segment = segment_of(key)
     rows = xs[segment.row_input].shape[0]
     return [_empty(xs[0], segment.type_of(name), rows) for name in segment.results]
 
 
-def _given(segment: Segment, given: Sequence[bool]) -> tuple[str, ...]:
-    return tuple(name for (name, _), g in zip(segment.graph.outputs, given, strict=True) if g)
-
-
-def _buffers(plan: Plan) -> list[str]:
-    """The buffers that backward returns: gradients that are rows of one stacked gradient come as that one."""
-    return list(dict.fromkeys(view.buffer for _, view in plan.outputs))
-
-
 def _backward_op(ts: list[Tensor], key: str, given: list[bool], rows: int) -> list[Tensor]:
-    segment = segment_of(key)
-    names = _given(segment, given)
-    plan, runnable = segment.backward(names)
-    inputs, results = segment.kept
-    held = iter(ts)
-    feed = {str(segment.graph.inputs[i].attrs[0]): next(held) for i in inputs}
-    kept = {segment.results[i]: next(held) for i in results}
-    feed.update({name: kept[output] for name, output in segment.training.saved if output in kept})
-    feed.update({cotangent_name(name): next(held) for name in names})
-    with _on_device_of(ts):
-        found = runnable.run({name: feed[name].contiguous() for name in plan.inputs}, rows)
-    return [found[b] for b in _buffers(plan)]
+    call = segment_of(key).backward_call(tuple(given))
+    feed = {name: ts[i].contiguous() for name, i in call.feed}
+    found = call.run.run(feed, rows, NOTHING if keeps_graph() else call.given_up)
+    return [found[b] for b in call.buffers]
 
 
 def _backward_fake(ts: list[Tensor], key: str, given: list[bool], rows: Any) -> list[Tensor]:
-    segment = segment_of(key)
-    plan, _ = segment.backward(_given(segment, given))
-    return [_empty(ts[0], plan.buffers[b], rows) for b in _buffers(plan)]
+    call = segment_of(key).backward_call(tuple(given))
+    return [_empty(ts[0], call.plan.buffers[b], rows) for b in call.buffers]
 
 
-def _hold(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
-    xs, ctx.key = inputs
-    segment = segment_of(ctx.key)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(output[i] for i in segment.constant))
-    if segment.wrt:
-        kept_inputs, kept_results = segment.kept
-        ctx.rows = xs[segment.row_input].shape[0]
-        ctx.save_for_backward(*(xs[i] for i in kept_inputs), *(output[i] for i in kept_results))
+class _Differentiable(torch.autograd.Function):
+    """A segment as a node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, key: str, call: int, *xs: Tensor) -> tuple[Tensor, ...]:
+        """The results; what backward needs is held."""
+        results = _below(list(xs), key, call)
+        segment = segment_of(key)
+        ctx.key = key
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(results[i] for i in segment.constant))
+        if segment.wrt:
+            kept_inputs, kept_results = segment.kept
+            ctx.rows = xs[segment.row_input].shape[0]
+            ctx.save_for_backward(*(xs[i] for i in kept_inputs), *(results[i] for i in kept_results))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs."""
+        segment = segment_of(ctx.key)
+        outputs = dict(zip((name for name, _ in segment.graph.outputs), grads, strict=False))
+        asked = tuple(name for name in segment.floats if outputs[name] is not None)
+        if not asked or not segment.wrt:
+            return (None,) * (2 + len(segment.names))
+        names = segment.usable(asked)
+        # incoming gradients may have any strides (a sum's is expanded); made contiguous here, where Inductor can fuse
+        cotangents = [_cotangent(ctx, segment, name, outputs[name]) for name in names]
+        given = [name in names for name in outputs]
+        held = [*ctx.saved_tensors, *cotangents]
+        found = torch.ops.codetta.segment_backward(held, ctx.key, given, ctx.rows)
+        call = segment.backward_call(tuple(given))
+        memory = dict(zip(call.buffers, found, strict=True))
+        views = {n: memory[v.buffer][slice(*v.rows)] if v.rows else memory[v.buffer] for n, v in call.plan.outputs}
+        reached = segment.reached(asked)
+        return None, None, *(views.get(cotangent_name(n)) if n in reached else None for n in segment.names)
 
 
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], None]:
-    segment = segment_of(ctx.key)
-    outputs = dict(zip((name for name, _ in segment.graph.outputs), grads, strict=False))
-    asked = tuple(name for name in segment.floats if outputs[name] is not None)
-    if not asked or not segment.wrt:
-        return [None] * len(segment.graph.inputs), None
-    names = segment.usable(asked)
-    # incoming gradients may have any strides (a sum's is expanded); made contiguous out here, where Inductor can fuse
-    cotangents = [_cotangent(ctx, segment, name, outputs[name]) for name in names]
-    given = [name in names for name in outputs]
-    held = [*ctx.saved_tensors, *cotangents]
-    found = torch.ops.codetta.segment_backward(held, ctx.key, given, ctx.rows)
-    plan, _ = segment.backward(names)
-    memory = dict(zip(_buffers(plan), found, strict=True))
-    views = {n: memory[v.buffer][v.rows[0] : v.rows[1]] if v.rows else memory[v.buffer] for n, v in plan.outputs}
-    reached = segment.reached(asked)
-    inputs = [str(n.attrs[0]) for n in segment.graph.inputs]
-    return [views.get(cotangent_name(name)) if name in reached else None for name in inputs], None
+def _below(xs: list[Tensor], key: str, call: int) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        found: list[Tensor] = torch.ops.codetta.segment_forward(xs, key, call)
+    return found
+
+
+def _segment(xs: list[Tensor], key: str, call: int) -> list[Tensor]:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        return list(_Differentiable.apply(key, call, *xs))
+    return _below(xs, key, call)
 
 
 def _cotangent(ctx: Any, segment: Segment, name: str, g: Tensor | None) -> Tensor:
@@ -134,9 +131,12 @@ def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
     )
 
 
+LIBRARY.impl("segment", _segment, "Autograd")
 LIBRARY.impl("segment", _forward, "CompositeExplicitAutograd")
+LIBRARY.impl("segment_forward", torch.library.fallthrough_kernel, "Autograd")
+LIBRARY.impl("segment_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("segment_backward", _backward_op, "CompositeExplicitAutograd")
-torch.library.register_fake("codetta::segment", _forward_fake, lib=LIBRARY)
+for name in ("segment", "segment_forward"):
+    torch.library.register_fake(f"codetta::{name}", _forward_fake, lib=LIBRARY)
 torch.library.register_fake("codetta::segment_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_autograd("codetta::segment", _backward, setup_context=_hold, lib=LIBRARY)
 torch.library.register_autograd("codetta::segment_backward", _no_second_derivative, lib=LIBRARY)

@@ -2,182 +2,132 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from codetta.backends.hopper.choose import is_bare
-from codetta.backends.hopper.columns import NotLowered
-from codetta.backends.hopper.gemm import Job, compiled, job_of, launch, partial_shape, values
-from codetta.backends.hopper.memory import empty
+from codetta.backends.base import NEW
+from codetta.backends.hopper.rounding import once
 from codetta.backends.hopper.rows import RowKernel, compile_rows
-from codetta.backends.reference.evaluate import TORCH
+from codetta.backends.hopper.steps import Frame, Prepared, Stored, Tensors, kernels_of, prepare
+from codetta.backends.hopper.stream import device_of, on_device, stream_of
 from codetta.backends.reference.execute import Executable as Reference
-from codetta.backends.stacked import stacked
-from codetta.core.node import Node
-from codetta.core.types import Dim, DType
-from codetta.errors import PlanError
 from codetta.ir.program import param_name
+from codetta.partition.lifetime import overwritten
 from codetta.partition.plan import Plan, Step
+from codetta.partition.size import dim
 
-Memory = dict[str, Tensor]
-Run = Callable[[Memory, int], Sequence[Tensor]]
-log = logging.getLogger("codetta")
-# cuBLAS of CUDA 13.0 leaves the last token out of some weight gradients where their number is odd (4,097 of them, for
-# one): an error of 1/64, seen on an H200. A number of tokens that 8 divides is right.
-WHOLE_ROWS = 8
-REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-ALIGNMENT = 16  # bytes: what TMA asks of an operand's address and of its row stride
+ALIGNMENT = 15  # an address with any of these bits is none that TMA can read
+PREPARED = 64  # numbers of tokens for which a plan stays prepared
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A plan's steps for a number of tokens, each with the places of what nobody needs after it; the length of the list
+    that they work on; the inputs that must begin at 16 bytes, as TMA asks; whether a step is a GEMM of the library."""
+
+    steps: list[tuple[Prepared, list[int]]]
+    size: int
+    read_by_tma: list[int]
+    uses_library: bool
 
 
 class Executable:
     """A plan ready to run: ``run(inputs)`` gives the buffers of its outputs by name."""
 
     def __init__(self, plan: Plan, *, batch_invariant: bool = False) -> None:
-        self.plan = plan
-        self.steps = [prepare(s, plan.reductions, batch_invariant) for s in plan.steps]
+        self.plan, self.batch_invariant = plan, batch_invariant
         self.dies = plan.last_uses()
-        self.outputs = tuple(v.buffer for _, v in plan.outputs)
+        self.reductions = plan.reductions
+        names = dict.fromkeys([*plan.inputs, *(b for s in plan.steps for b in s.stores)])
+        self.places = {name: i for i, name in enumerate(names)}
+        self.outputs = {v.buffer: self.places[v.buffer] for _, v in plan.outputs}
+        self._maps: dict[str, RowKernel] = {}
+        self._schedules: dict[tuple[int, torch.device, Collection[str]], Schedule] = {}
 
-    def run(self, inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        """Execute; ``rows`` is the token count. The result has each buffer that an output names."""
+    def run(
+        self,
+        inputs: Mapping[str, Tensor],
+        rows: int,
+        given_up: frozenset[str] = frozenset(),
+        into: Mapping[str, Tensor] = NEW,
+    ) -> dict[str, Tensor]:
+        """Execute; ``rows`` is the token count. The result has each buffer that an output names, in the memory that
+        ``into`` gives for it. Inputs that are ``given_up`` may hold anything afterwards."""
         if rows == 0:  # nothing to launch: shapes and zeros only
-            return Reference(self.plan).run(inputs, 0)
-        memory = dict(inputs)
-        for step, run, dying in zip(self.plan.steps, self.steps, self.dies, strict=True):
-            memory.update(zip(step.stores, run(memory, rows), strict=True))
-            for name in dying:
-                del memory[name]
-        return {name: memory[name] for name in self.outputs}
+            return Reference(self.plan).run(inputs, 0, into=into)
+        tensors: Tensors = [inputs[name] for name in self.plan.inputs]
+        device = device_of(tensors)
+        schedule = self._schedules.get((rows, device, given_up))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            self._run(schedule or self._schedule(rows, device, given_up), tensors, device, into)
+        else:
+            with on_device(device):
+                self._run(schedule or self._schedule(rows, device, given_up), tensors, device, into)
+        return {name: tensors[place] for name, place in self.outputs.items()}
+
+    def _run(self, schedule: Schedule, tensors: Tensors, device: torch.device, into: Mapping[str, Tensor]) -> None:
+        stream = stream_of(device)
+        make_ready(tensors, schedule.read_by_tma)
+        tensors += [None] * (schedule.size - len(tensors))
+        for name, t in into.items():
+            tensors[self.places[name]] = t
+        with once() if schedule.uses_library else nullcontext():
+            for step, dying in schedule.steps:
+                step(tensors, stream)
+                for place in dying:
+                    tensors[place] = None
+
+    def _schedule(self, rows: int, device: torch.device, given_up: frozenset[str]) -> Schedule:
+        """Prepare all steps."""
+        if len(self._schedules) >= PREPARED:
+            self._schedules.clear()
+        types = self.plan.buffers
+        shapes = {
+            name: tuple(dim(d, rows) for d in (types[name].rows, types[name].cols) if d is not None)
+            for name in self.plan.inputs
+        }
+        frame = Frame(rows, device, self.places, shapes, {}, len(self.places))
+        stored = [kernels_of(s, rows, self.batch_invariant, self._map) for s in self.plan.steps]
+        steps = []
+        for one, over, dying in zip(stored, overwritten(self.plan, given_up), self.dies, strict=True):
+            frame.over = over
+            steps.append((prepare(one, frame), frame.at(dying)))
+        read = {name for one in stored if one.job for name in (one.step.a, *one.step.b, *one.step.loads)}
+        aligned = [i for i, name in enumerate(self.plan.inputs) if name in read]
+        found = Schedule(steps, frame.size, aligned, any(_is_library(s) for s in stored))
+        self._schedules[rows, device, given_up] = found
+        return found
+
+    def _map(self, step: Step) -> RowKernel:
+        """The generated kernel of a step, which is the same for every number of tokens."""
+        name = step.program.name
+        if name not in self._maps:
+            params = step.program.params[1:] if step.program.gemm is not None else step.program.params
+            loads = zip(params, step.loads, strict=True)
+            partial = {param_name(p): self.reductions[b] for p, b in loads if b in self.reductions}
+            self._maps[name] = compile_rows(step.program, partial)
+        return self._maps[name]
 
 
-def prepare(step: Step, reductions: Mapping[str, Node], batch_invariant: bool) -> Run:
-    """How a step runs: on its kernel, as a bare GEMM of the library, as such a GEMM with a generated map behind it, or
-    as a generated map. The library picks its algorithm by the number of rows, our kernels do not."""
-    program = step.program
-    if program.gemm is None:
-        loads = zip(program.params, step.loads, strict=True)
-        partial = {param_name(p): reductions[b] for p, b in loads if b in reductions}
-        return Map(step, compile_rows(program, partial))
-    if is_bare(program) and (not batch_invariant or program.gemm.form == "tn"):
-        return Bare(step, program.outputs[0][1].type.dtype)
-    try:
-        return Fused(step, job_of(program))
-    except NotLowered as reason:
-        log.info("%s: a GEMM and a map behind it, as it does not fit one kernel: %s", program.name, reason)
-        return Split(step, compile_rows(program, {}))
+def _is_library(stored: Stored) -> bool:
+    return stored.job is None and stored.step.program.gemm is not None
 
 
-def matmul(form: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bare GEMM, accumulated in float32 and rounded once to ``dtype``."""
-    if form == "tn" and a.shape[0] % WHOLE_ROWS:
-        a, b = (F.pad(t, (0, 0, 0, -t.shape[0] % WHOLE_ROWS)) for t in (a, b))
-    x, y = (a.t(), b) if form == "tn" else (a, b.t() if form == "nt" else b)
-    with one_rounding():
-        if dtype == a.dtype:
-            return torch.mm(x, y)
-        if a.dtype.itemsize == 2 and dtype == torch.float32:
-            return torch.mm(x, y, out_dtype=dtype)
-        return torch.mm(x, y).to(dtype)
-
-
-def product(step: Step, memory: Memory, dtype: DType) -> Tensor:
-    """The bare GEMM of a step."""
-    if step.program.gemm is None:
-        raise PlanError(f"{step.program.name} has no GEMM")
-    return matmul(step.program.gemm.form, memory[step.a], stacked([memory[w] for w in step.b]), TORCH[dtype])
-
-
-@contextmanager
-def one_rounding() -> Iterator[None]:
-    """The library may split a long inner dimension and, by PyTorch's default, round the parts' sums to 16 bits: ten
-    times the error of one rounding. Not here. The switch is the process's; other threads lose nothing but that."""
-    matmuls = torch.backends.cuda.matmul
-    before = {name: (getattr(matmuls, name), getattr(matmuls, f"{name}_split_k", None)) for name in REDUCED}
-    try:
-        for name, (_, split) in before.items():
-            setattr(matmuls, name, False if split is None else (False, split))
-        yield
-    finally:
-        for name, (reduced, split) in before.items():
-            setattr(matmuls, name, reduced if split is None else (reduced, split))
-
-
-@dataclass(frozen=True, slots=True)
-class Bare:
-    """A GEMM without an epilogue."""
-
-    step: Step
-    dtype: DType
-
-    def __call__(self, memory: Memory, rows: int) -> Sequence[Tensor]:
-        """The one output."""
-        return [product(self.step, memory, self.dtype)]
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """An epilogue that is no kernel of its own: the GEMM stores its float32 accumulator, a generated map reads it."""
-
-    step: Step
-    kernel: RowKernel
-
-    def __call__(self, memory: Memory, rows: int) -> Sequence[Tensor]:
-        """The outputs of both launches."""
-        acc = product(self.step, memory, self.step.program.params[0].type.dtype)
-        return self.kernel([acc, *(memory[name] for name in self.step.loads)], rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Map:
-    """A finalize, a leftover or a step on weights."""
-
-    step: Step
-    kernel: RowKernel
-
-    def __call__(self, memory: Memory, rows: int) -> Sequence[Tensor]:
-        """The outputs of one launch."""
-        return self.kernel([memory[name] for name in self.step.loads], rows)
-
-
-class Fused:
-    """A GEMM and its epilogue as one kernel."""
-
-    def __init__(self, step: Step, job: Job) -> None:
-        self.step, self.lowered, self.config = step, job.lowered, job.config
-        self.sinks = {s.output: s for s in job.lowered.sinks}
-        self.plan = compiled(job)
-
-    def __call__(self, memory: Memory, rows: int) -> Sequence[Tensor]:
-        """Allocate the outputs and launch."""
-        step = self.step
-        a, b = aligned(memory[step.a]), aligned(stacked([memory[w] for w in step.b]))
-        loads = [a, *(aligned(memory[name]) for name in step.loads)]  # the accumulator's place is never read
-        outputs = [self._output(i, n, rows, a.device) for i, (_, n) in enumerate(step.program.outputs)]
-        launch(self.plan, a, b, values(self.lowered, loads, outputs))
-        return outputs
-
-    def _output(self, i: int, n: Node, rows: int, device: torch.device) -> Tensor:
-        sink = self.sinks.get(i)
-        if sink is None:
-            return empty((rows, _number(n.type.cols)), TORCH[n.type.dtype], device)
-        if sink.kind == "select":  # a row whose index names no column is not written
-            return torch.zeros(rows, dtype=TORCH[n.type.dtype], device=device)
-        width = n.args[0].type.cols if sink.over_rows else self.lowered.cols
-        return empty(partial_shape(sink, rows, _number(width), self.config), torch.float32, device)
-
-
-def _number(size: Dim | None) -> int:
-    if not isinstance(size, int):
-        raise PlanError(f"a kernel's output needs a known number of columns, not {size}")
-    return size
-
-
-def aligned(t: Tensor) -> Tensor:
-    """The tensor itself, or a copy where its address is not one that TMA can read (a view into odd memory)."""
-    return t.clone() if t.data_ptr() % ALIGNMENT else t
+def make_ready(tensors: Tensors, read_by_tma: list[int]) -> None:
+    """Inputs as kernels take them: themselves, or copies where they are not contiguous, or begin where TMA cannot read
+    (a view into odd memory)."""
+    bits = 0
+    for t in tensors:
+        if not t.is_contiguous():
+            tensors[:] = [t.contiguous() for t in tensors]
+            break
+    for i in read_by_tma:
+        bits |= tensors[i].data_ptr()
+    if bits & ALIGNMENT:
+        for i in read_by_tma:
+            if tensors[i].data_ptr() & ALIGNMENT:
+                tensors[i] = tensors[i].clone()

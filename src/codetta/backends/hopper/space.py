@@ -19,6 +19,7 @@ SQUARE = Config(128, 128, pingpong=True)
 WIDE = Config(128, 256)
 PAIR = (WIDE, SQUARE, Config(128, 192, pingpong=True), Config(128, 160, pingpong=True))
 LOSS = (replace(WIDE, narrow=True), replace(SQUARE, narrow=True))
+SOFTMAXES = (Config(128, 128, narrow=True), Config(128, 64, pingpong=True))  # two registers a row and log-sum-exp
 STREAM = (
     Config(128, 192, pingpong=True, narrow=True),
     Config(128, 160, pingpong=True, narrow=True),
@@ -70,6 +71,8 @@ def _class_of(lowered: Lowered) -> tuple[Config, ...]:
         return GUARDED
     if lowered.mode != "element" or lowered.grain or any(o.inside for o in lowered.operands):
         return HALVES
+    if sum(s.kind == "lse" for s in lowered.sinks) > 1:
+        return SOFTMAXES
     if any(s.kind in ("lse", "select") for s in lowered.sinks) or any(o.kind == "hit" for o in lowered.operands):
         return LOSS
     if len(lowered.stores) > 2:

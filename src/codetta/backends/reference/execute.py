@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from codetta.backends.base import NEW
 from codetta.backends.reference.evaluate import EVAL, Value, as_tensor, contract, expand_to, leaf
 from codetta.backends.reference.tiles import fold, partials
 from codetta.core.node import Node, Op, postorder
@@ -124,8 +125,15 @@ class Executable:
         self.dies = plan.last_uses()
         self.reductions = plan.reductions
 
-    def run(self, inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-        """Execute; ``rows`` is the token count. The result has each buffer that an output names."""
+    def run(
+        self,
+        inputs: Mapping[str, Tensor],
+        rows: int,
+        given_up: frozenset[str] = frozenset(),
+        into: Mapping[str, Tensor] = NEW,
+    ) -> dict[str, Tensor]:
+        """Execute; ``rows`` is the token count. The result has each buffer that an output names. Nothing is written
+        over inputs, ``given_up`` or not."""
         memory: dict[str, Tensor] = dict(inputs)
         with torch.no_grad():
             for i, (step, body) in enumerate(zip(self.plan.steps, self.bodies, strict=True)):
@@ -137,6 +145,7 @@ class Executable:
                 own_memory(memory, step)
                 for name in self.dies[i]:
                     del memory[name]
+        memory.update({name: given.copy_(memory[name]) for name, given in into.items()})
         return {v.buffer: memory[v.buffer] for _, v in self.plan.outputs}
 
     def _load(self, memory: Mapping[str, Tensor], name: str) -> Tensor:
