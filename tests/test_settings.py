@@ -10,7 +10,12 @@ from codetta.errors import SettingsError
 
 
 @pytest.mark.parametrize(
-    "read, name", [(settings.disabled, "CODETTA_DISABLE"), (settings.verify_ir, "CODETTA_VERIFY_IR")]
+    "read, name",
+    [
+        (settings.disabled, "CODETTA_DISABLE"),
+        (settings.verify_ir, "CODETTA_VERIFY_IR"),
+        (settings.checked, "CODETTA_CHECK"),
+    ],
 )
 @pytest.mark.parametrize("given, meaning", [("1", True), (" On ", True), ("0", False), ("", False), (None, False)])
 def test_switches(monkeypatch, read, name, given, meaning):

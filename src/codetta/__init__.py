@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from codetta.lang.trace import epilogue as epilogue
     from codetta.lang.trace import finalize as finalize
     from codetta.lang.trace import leftover as leftover
+    from codetta.nn.linear_cross_entropy import LossMetrics as LossMetrics
+    from codetta.nn.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from codetta.runtime.pack import pack_ as pack_
 
     # fmt: off
@@ -96,6 +98,7 @@ _EXPORTS = {
     "codetta.lang.sizes": ("with_sizes",),
     "codetta.lang.source": ("parse_program", "program_text"),
     "codetta.lang.trace": ("Epilogue", "epilogue", "finalize", "leftover"),
+    "codetta.nn.linear_cross_entropy": ("LossMetrics", "linear_cross_entropy"),
     "codetta.runtime.pack": ("pack_",),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}

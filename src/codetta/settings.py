@@ -28,6 +28,11 @@ def verify_ir() -> bool:
     return _choice("CODETTA_VERIFY_IR", _SWITCH, default=False)
 
 
+def checked() -> bool:
+    """Whether ``CODETTA_CHECK`` asks to look at values first, which waits for the GPU: a loss at its targets."""
+    return _choice("CODETTA_CHECK", _SWITCH, default=False)
+
+
 def log_level() -> int:
     """The level of the ``codetta`` logger that ``CODETTA_LOG`` asks for; warnings and worse by default."""
     return _choice("CODETTA_LOG", _LEVELS, default=logging.WARNING)

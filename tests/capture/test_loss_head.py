@@ -47,10 +47,10 @@ LEFT: dict[str, Logits] = {
 }
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(ignored: int = -100) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, 65, (2, 9), generator=generator)
-    targets[0, :3] = -100
+    targets[0, :3] = ignored
     return torch.randn(2, 9, 16, generator=generator), targets
 
 
@@ -60,13 +60,14 @@ def heads(found: list) -> int:
 
 def expect(model: nn.Module, calls: int) -> None:
     """Loss and gradients are the model's own."""
-    x, targets = batch()
+    x, targets = batch(getattr(model, "options", {}).get("ignore_index", -100))
     want, _ = model(x, targets)
-    exact = torch.autograd.grad(want.sum(), list(model.parameters()))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    exact = torch.autograd.grad(want.sum(), trained)
     with recording() as found:
         loss, _ = compiled(model, logits="never")(x, targets)
     torch.testing.assert_close(loss, want)
-    for got, g in zip(torch.autograd.grad(loss.sum(), list(model.parameters())), exact, strict=True):
+    for got, g in zip(torch.autograd.grad(loss.sum(), trained), exact, strict=True):
         assert relative_error(got, g.double()) < 1e-5
     assert heads(found) == calls
 
@@ -109,3 +110,25 @@ def test_a_model_of_transformers():
     torch.testing.assert_close(loss, want)
     for a, b in zip(*(torch.autograd.grad(v, list(model.parameters())) for v in (loss, want)), strict=True):
         assert relative_error(a, b.double()) < 1e-5
+
+
+@pytest.mark.parametrize("merged, calls", [(True, 1), (False, 0)])
+def test_an_adapter_on_the_head(merged, calls):
+    """LoRA on a frozen head gets its gradient: as a weight that is added to the head's, and as a path beside it, which
+    is no single linear layer and stays."""
+
+    class Adapted(Model):
+        def __init__(self) -> None:
+            super().__init__(lambda z: z)
+            self.head.weight.requires_grad_(False)
+            self.down, self.up = (nn.Parameter(torch.randn(s)) for s in ((4, 24), (65, 4)))
+
+        def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.hidden(x)
+            beside = functional.linear(functional.linear(h, self.down), self.up)
+            weight = self.head.weight + self.up @ self.down
+            logits = functional.linear(h, weight) if merged else self.head(h) + beside
+            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+    torch.manual_seed(0)
+    expect(Adapted(), calls)

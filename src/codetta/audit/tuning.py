@@ -15,15 +15,23 @@ from rich.table import Table as Grid
 from codetta.audit.explain import explain
 from codetta.audit.models import PRESETS, Preset, Request, dtype_named, find, random_model, token_batch
 from codetta.backends.hopper.tune import Found
+from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.errors import SettingsError
+from codetta.nn.head_graphs import Head
+from codetta.nn.head_run import plans as head_plans
 from codetta.partition.plan import Plan
 
 LAYERS, TOKENS = 2, 4096  # what is traced: the programs of more layers are the same, those of more tokens too
 FORM = "HIDDENxFFNxHEADSxKV_HEADSxHEAD"
+LOSS_FORM, LOSS_TOKENS = "loss:HIDDENxVOCABULARY", 8192
 
 
 def plans_of(name: str, dtype: str) -> list[Plan]:
-    """The plans of a model by its name: a preset, a configuration, ``module:callable``, or the sizes of a Llama."""
+    """The plans of a model by its name: a preset, a configuration, ``module:callable``, the sizes of a Llama, or of a
+    loss head alone."""
+    if loss := re.fullmatch(r"loss:(\d+)x(\d+)", name):
+        hidden, vocabulary = map(int, loss.groups())
+        return head_plans(Head(hidden, DTYPE_OF[dtype_named(dtype)]), vocabulary, LOSS_TOKENS)
     if re.fullmatch(r"\d+(x\d+)+", name):
         sizes = preset_of(name)
         model = random_model(sizes.config(LAYERS), dtype_named(dtype), 0, "meta")

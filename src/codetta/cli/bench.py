@@ -14,6 +14,7 @@ from codetta.backends.hopper.support import why_not
 from codetta.bench.kernels import ROUNDS, Settings, kernels
 from codetta.bench.launch import CALLS, TOKENS, launch
 from codetta.bench.layer import layer
+from codetta.bench.loss import loss
 from codetta.bench.paper import paper
 from codetta.bench.plots import draw, draw_errors
 from codetta.bench.report import Report
@@ -23,7 +24,7 @@ from codetta.errors import SettingsError, UnsupportedError
 from codetta.partition.cut import MEMORY
 from codetta.timing import gemm_filler
 
-DEFAULT = {"kernels": ("8b",), "layer": LLAMA, "launch": LLAMA, "paper": PAPER}
+DEFAULT = {"kernels": ("8b",), "layer": LLAMA, "launch": LLAMA, "loss": LLAMA, "paper": PAPER}
 CHARTS = "chart"
 
 What = Annotated[
@@ -100,6 +101,7 @@ def _levels(calls: int) -> dict[str, Callable[[list[Shape], Settings, Report], N
     return {
         "kernels": kernels,
         "layer": layer,
+        "loss": loss,
         "launch": lambda shapes, settings, report: launch(shapes, settings, report, calls),
         "paper": lambda shapes, settings, report: paper(shapes, settings, report, backend),
     }

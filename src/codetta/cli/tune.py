@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from codetta.audit.models import PRESETS
-from codetta.audit.tuning import FORM, Tuning, plans_of
+from codetta.audit.tuning import FORM, LOSS_FORM, Tuning, plans_of
 from codetta.backends import get_bench
 from codetta.backends.hopper.choose import forget
 from codetta.backends.hopper.config import BUCKETS
@@ -23,7 +23,8 @@ from codetta.errors import SettingsError
 VOCABULARY = 65_536  # sizes from which a GEMM is an LM head's
 
 MODELS = (
-    f"Models, tuned as one: presets ({', '.join(PRESETS)}), folders, module:callable, or the sizes of a Llama, {FORM}."
+    f"Models, tuned as one: presets ({', '.join(PRESETS)}), folders, module:callable, the sizes of a Llama, {FORM}, "
+    f"or of a loss head, {LOSS_FORM}."
 )
 
 Models = Annotated[list[str], typer.Argument(help=MODELS)]
@@ -49,7 +50,8 @@ def tune(
     with Progress(*columns, console=errors, disable=json) as bars:
         task = bars.add_task("tracing", total=None)
         found = cases_of([p for name in models for p in plans_of(name, dtype)], tokens or BUCKETS[::-1])
-        cases = [c for c in found if head == (max(c.key.n, c.key.k) >= VOCABULARY)]
+        every = all(name.startswith("loss:") for name in models)
+        cases = [c for c in found if every or head == (max(c.key.n, c.key.k) >= VOCABULARY)]
         if not cases:
             raise SettingsError("nothing to tune", hint="no such program of the model lowers to one kernel")
 

@@ -1,0 +1,1 @@
+"""Operators for those who want these alone, without a compiled model."""

@@ -1,0 +1,172 @@
+"""The torch ops behind ``linear_cross_entropy``: ``codetta::head`` gives the statistics of each row of logits.
+
+``head`` is what is called; where autograd has had its turn it is ``head_forward``, which also returns what is held for
+backward. The ops are functions: they write over nothing. What writes over what forward held, and returns the lent
+memory as the weight's gradient, is a backward in eager mode whose graph is not kept: there, and only there, nobody else
+can see that memory. A compiler may have reused it for something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from codetta.errors import UnsupportedError
+from codetta.nn.head_graphs import DIFFERENTIABLE, LSE
+from codetta.nn.head_run import NOTHING_HELD, Call, Wanted, What, backward, forward
+from codetta.nn.slabs import Slab, cut
+from codetta.runtime.library import keeps_graph
+
+LIBRARY = torch.library.Library("codetta", "FRAGMENT")
+# ts are x, the weight, the targets' columns and, where there is one, the bias (Call); what is What's text; wanted and
+# given are names of statistics; kept is the log-sum-exp, then what forward held; needed says whose gradients are asked.
+LIBRARY.define("head(Tensor[] ts, str what, str wanted) -> Tensor[]")
+LIBRARY.define("head_forward(Tensor[] ts, str what, str wanted) -> Tensor[]")
+LIBRARY.define(
+    "head_backward(Tensor[] ts, str what, Tensor[] kept, Tensor[] grads, str given, bool[3] needed) -> Tensor[]"
+)
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether PyTorch runs these tensors' ops one by one, at once: nobody traces or watches."""
+    quiet = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+    return quiet and all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _call(ts: list[Tensor], what: str) -> Call:
+    return Call(What.read(what), *ts)
+
+
+@contextmanager
+def _as_written(ts: list[Tensor]) -> Iterator[None]:
+    """Without gradients, and without autocast, which would round the products of whoever asks for float32."""
+    with torch.no_grad(), torch.autocast(ts[0].device.type, enabled=False):
+        yield
+
+
+def _forward(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
+    with _as_written(ts):
+        found, held = forward(_call(ts, what), _names(wanted))
+    return [*found, *held]
+
+
+def _forward_fake(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
+    call = _call(ts, what)
+    x, columns = call.x, call.weight.shape[0]
+    sums = x.new_empty(x.shape[:1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if call.what.lends:
+        cuts: Iterable[Slab] = call.slabs
+    else:
+        cuts = cut(0, columns, columns, "own") if call.what.mode == "fast" else ()
+    held = [x.new_empty((x.shape[0], s.columns)) for s in cuts if s.how == "own"]
+    memory = [x.new_empty(call.weight.numel())] if call.what.lends else []
+    return [*(torch.empty_like(sums) for _ in _names(wanted)), *held, *memory]
+
+
+def _statistics(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
+    return _forward(ts, what, wanted)[: len(_names(wanted))]
+
+
+def _statistics_fake(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
+    return _forward_fake(ts, what, wanted)[: len(_names(wanted))]
+
+
+def _backward(
+    ts: list[Tensor], what: str, kept: list[Tensor], grads: list[Tensor], given: str, needed: list[bool]
+) -> list[Tensor]:
+    return _gradients(ts, what, kept, grads, given, needed, given_up=False)
+
+
+def _gradients(
+    ts: list[Tensor],
+    what: str,
+    kept: list[Tensor],
+    grads: list[Tensor],
+    given: str,
+    needed: list[bool],
+    *,
+    given_up: bool,
+) -> list[Tensor]:
+    lse, *held = kept
+    named = dict(zip(_names(given), grads, strict=True))
+    with _as_written(ts):
+        found = backward(_call(ts, what), lse, held, named, Wanted(*needed), given_up)
+    return [g for g in found if g is not None]
+
+
+def _backward_fake(
+    ts: list[Tensor], what: str, kept: list[Tensor], grads: list[Tensor], given: str, needed: list[bool]
+) -> list[Tensor]:
+    call = _call(ts, what)
+    likes = zip((call.x, call.weight, call.bias), needed, strict=True)
+    return [torch.empty_like(t) for t, is_needed in likes if is_needed and t is not None]
+
+
+class _Differentiable(torch.autograd.Function):
+    """The statistics as a node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, wanted: str, *ts: Tensor) -> tuple[Tensor, ...]:
+        """The statistics; what backward needs is held."""
+        names = _names(wanted)
+        with torch._C._AutoDispatchBelowAutograd():
+            found = torch.ops.codetta.head_forward(ts, what, wanted)
+        statistics, held = found[: len(names)], found[len(names) :]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for n, t in zip(names, statistics, strict=True) if n not in DIFFERENTIABLE))
+        ctx.save_for_backward(*ts, statistics[names.index(LSE)], *held)
+        ctx.what, ctx.names, ctx.count = what, names, len(ts)
+        return tuple(statistics)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """The gradients of x, weight and bias."""
+        named = {n: g for n, g in zip(ctx.names, grads, strict=True) if g is not None and n in DIFFERENTIABLE}
+        x, weight, _, *bias = ctx.needs_input_grad[2:]
+        needed = [x, weight, any(bias)]
+        if not named or not any(needed):
+            return tuple(None for _ in ctx.needs_input_grad)
+        saved = ctx.saved_tensors
+        ts, kept = list(saved[: ctx.count]), list(saved[ctx.count :])
+        cotangents = [g.contiguous() for g in named.values()]
+        given = (ts, ctx.what, kept, cotangents, ",".join(named), needed)
+        if is_plain(*ts, *kept, *cotangents) and not torch.is_grad_enabled():
+            found = iter(_gradients(*given, given_up=not keeps_graph()))
+        else:
+            found = iter(torch.ops.codetta.head_backward(*given))
+        dx, dw, db = (next(found) if is_needed else None for is_needed in needed)
+        return None, None, dx, dw, None, *([db] if bias else [])
+
+
+def _head(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in ts):
+        return list(_Differentiable.apply(what, wanted, *ts))
+    nothing = replace(What.read(what), mode=NOTHING_HELD, lends=False)
+    with torch._C._AutoDispatchBelowAutograd():
+        return list(torch.ops.codetta.head_forward(ts, nothing.text, wanted))
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise UnsupportedError(
+        "linear_cross_entropy has no second derivative",
+        hint="differentiate without create_graph=True, or use torch.nn.functional.cross_entropy",
+    )
+
+
+LIBRARY.impl("head", _head, "Autograd")
+LIBRARY.impl("head", _statistics, "CompositeExplicitAutograd")
+LIBRARY.impl("head_forward", torch.library.fallthrough_kernel, "Autograd")
+LIBRARY.impl("head_forward", _forward, "CompositeExplicitAutograd")
+LIBRARY.impl("head_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("codetta::head", _statistics_fake, lib=LIBRARY)
+torch.library.register_fake("codetta::head_forward", _forward_fake, lib=LIBRARY)
+torch.library.register_fake("codetta::head_backward", _backward_fake, lib=LIBRARY)
+torch.library.register_autograd("codetta::head_backward", _no_second_derivative, lib=LIBRARY)
