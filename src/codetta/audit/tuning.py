@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table as Grid
+from torch import nn
 
 from codetta.audit.explain import explain
 from codetta.audit.models import PRESETS, Preset, Request, dtype_named, find, random_model, token_batch
@@ -19,6 +20,7 @@ from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.errors import SettingsError
 from codetta.nn.head_graphs import Head
 from codetta.nn.head_run import plans as head_plans
+from codetta.partition.cut import MEMORY
 from codetta.partition.plan import Plan
 
 LAYERS, TOKENS = 2, 4096  # what is traced: the programs of more layers are the same, those of more tokens too
@@ -27,19 +29,20 @@ LOSS_FORM, LOSS_TOKENS = "loss:HIDDENxVOCABULARY", 8192
 
 
 def plans_of(name: str, dtype: str) -> list[Plan]:
-    """The plans of a model by its name: a preset, a configuration, ``module:callable``, the sizes of a Llama, or of a
-    loss head alone."""
+    """The plans of a model by its name, with each way to keep values: a preset, a configuration, ``module:callable``,
+    the sizes of a Llama, or of a loss head alone."""
     if loss := re.fullmatch(r"loss:(\d+)x(\d+)", name):
         hidden, vocabulary = map(int, loss.groups())
         return head_plans(Head(hidden, DTYPE_OF[dtype_named(dtype)]), vocabulary, LOSS_TOKENS)
     if re.fullmatch(r"\d+(x\d+)+", name):
         sizes = preset_of(name)
-        model = random_model(sizes.config(LAYERS), dtype_named(dtype), 0, "meta")
-        explained = explain(model, title=name, **token_batch(sizes.vocabulary, (1, TOKENS), 0, "meta"))
+        model: nn.Module = random_model(sizes.config(LAYERS), dtype_named(dtype), 0, "meta")
+        batch = token_batch(sizes.vocabulary, (1, TOKENS), 0, "meta")
     else:
         subject = find(Request(name, LAYERS, TOKENS, 1, dtype), weights=False)
-        explained = explain(subject.model, title=subject.title, **subject.batch)
-    return [plan for pair in explained.plans.values() for plan in pair]
+        model, batch = subject.model, subject.batch
+    found = [explain(model, title=name, options={"memory": memory}, **batch) for memory in MEMORY]
+    return [plan for explained in found for pair in explained.plans.values() for plan in pair]
 
 
 def preset_of(text: str) -> Preset:

@@ -14,7 +14,7 @@ from codetta.audit.tuning import FORM, LOSS_FORM, Tuning, plans_of
 from codetta.backends import get_bench
 from codetta.backends.hopper.choose import forget
 from codetta.backends.hopper.config import BUCKETS
-from codetta.backends.hopper.table import merged, read, this_gpu, user_file, write
+from codetta.backends.hopper.table import merged, read, tables, this_gpu, user_file, write
 from codetta.backends.hopper.tune import Found, cases_of
 from codetta.backends.hopper.tune import tune as search
 from codetta.cli.options import Json, errors, show
@@ -32,15 +32,17 @@ Rows = Annotated[list[int] | None, typer.Option(min=1, help="Tokens to tune for;
 Kind = Annotated[str, typer.Option(help="bf16 or f16.")]
 Budget = Annotated[float, typer.Option(min=10, help="Seconds that it may take.")]
 Head = Annotated[bool, typer.Option("--head", help="Tune the LM head's GEMMs instead: they take longest.")]
+Missing = Annotated[bool, typer.Option("--missing", help="Only what no table has an entry for, at these very sizes.")]
 Out = Annotated[Path | None, typer.Option(help="A file that the entries are written to besides the user's table.")]
 
 
-def tune(
+def tune(  # noqa: PLR0913, PLR0917 - a parameter an option
     models: Models,
     tokens: Rows = None,
     dtype: Kind = "bf16",
     budget: Budget = 240.0,
     head: Head = False,
+    missing: Missing = False,
     out: Out = None,
     json: Json = False,
 ) -> None:
@@ -51,9 +53,12 @@ def tune(
         task = bars.add_task("tracing", total=None)
         found = cases_of([p for name in models for p in plans_of(name, dtype)], tokens or BUCKETS[::-1])
         every = all(name.startswith("loss:") for name in models)
+        known = {key for table in tables() for key in table.entries} if missing else set()
         cases = [c for c in found if every or head == (max(c.key.n, c.key.k) >= VOCABULARY)]
+        cases = [c for c in cases if c.key not in known]
         if not cases:
-            raise SettingsError("nothing to tune", hint="no such program of the model lowers to one kernel")
+            hint = "the tables have all of them" if missing else "no such program of the model lowers to one kernel"
+            raise SettingsError("nothing to tune", hint=hint)
 
         def progress(what: str, done: int, of: int) -> None:
             bars.update(task, description=what, completed=done, total=of)

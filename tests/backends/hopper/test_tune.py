@@ -163,6 +163,14 @@ def llama():
     return cases_of(plans_of("256x512x4x2x64", "bf16"), BUCKETS[-1:])
 
 
+def test_programs_of_every_way_to_keep_values_are_tuned(llama):
+    """What lean computes again in an epilogue is another kernel than what fast or balanced stores."""
+    behind_gates = [c for c in llama if c.program.name == "down_proj_dgrad"]
+    behind_norms = [c for c in llama if c.program.name == "gate_proj_up_proj_dgrad"]
+    assert {len(c.lowered.stores) for c in behind_gates} == {2, 3}
+    assert {len(c.lowered.stores) for c in behind_norms} == {1, 2}
+
+
 def test_a_model_is_tuned_from_end_to_end(llama):
     """A small Llama: every program has a winner that it fits, the report names each."""
     cases = llama
