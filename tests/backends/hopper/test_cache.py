@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from codetta.backends.hopper.choose import choose
+from codetta.backends.hopper.config import Config
 from codetta.lang.source import parse_program
 
 pytestmark = pytest.mark.skipif(find_spec("quack") is None, reason="kernels need codetta[hopper]")
@@ -33,12 +34,19 @@ def cache(tmp_path, monkeypatch):
     toolchain.host._compile_gemm_epi.cache_clear()
 
 
-def build() -> None:
+NORM_BACKWARD = parse_program(
+    '@epilogue(gemm="nt", k=4096, dtype=bf16)\n'
+    "def p(acc: Tile[4096, f32], c: Tile[4096, bf16], x: Tile[4096, bf16], g: RowVec[4096, bf16], r: ColVec[f32]):\n"
+    "    return dict(d=to(acc * r * g + c, bf16), y=to(x * r, bf16), s=sum_col(acc * x))\n"
+)
+
+
+def build(job=None) -> None:
     from codetta.backends.hopper.gemm import compiled, job_of
     from codetta.backends.hopper.toolchain import host
 
     host._compile_gemm_epi.cache_clear()
-    compiled.__wrapped__(job_of(PROGRAM))
+    compiled.__wrapped__(job or job_of(PROGRAM))
 
 
 def objects(folder: Path) -> list[Path]:
@@ -65,6 +73,23 @@ def test_the_second_time_nothing_is_compiled(cache):
     build()
     assert is_cached(job)
     assert objects(cache) == [object_file(job)]
+
+
+@pytest.mark.parametrize("narrow,stages", [(False, 2), (True, 3)])
+def test_the_stages_of_a_kernel_are_kept_beside_it(cache, narrow, stages):
+    """A residual, a tile, two stores and a sum in 128x256: what is left of the shared memory holds two stages, and
+    three with subtiles of half the width."""
+    from codetta.backends.hopper.build import object_file
+    from codetta.backends.hopper.gemm import job_with
+    from codetta.backends.hopper.stages import stages_of
+
+    job = job_with(NORM_BACKWARD, choose(NORM_BACKWARD)[0], Config(128, 256, narrow=narrow))
+    assert stages_of(object_file(job)) is None
+    build(job)
+    (made,) = objects(cache)
+    assert made == object_file(job)
+    assert stages_of(made) == stages
+    assert not list(cache.rglob("*.tmp.*"))
 
 
 def test_processes_that_want_the_same_kernel(tmp_path):

@@ -15,7 +15,7 @@ from codetta.backends.hopper import tune as tuning
 from codetta.backends.hopper.config import BUCKETS, Config, fits
 from codetta.backends.hopper.emulate import emulate
 from codetta.backends.hopper.space import space
-from codetta.backends.hopper.tune import Case, Pick, cases_of, tune
+from codetta.backends.hopper.tune import Case, Made, Pick, cases_of, tune
 from codetta.errors import SettingsError
 from codetta.lang.source import parse_program
 from codetta.partition.plan import Plan, Step
@@ -31,6 +31,10 @@ def program(body: str, parameters: str = "", n: int = 4096, k: int = 4096, form:
 
 
 RESIDUAL = program("y=to(acc + x, bf16), s=sum_row((acc + x) * (acc + x))", ", x: Tile[4096, bf16]")
+NORM_BACKWARD = program(
+    "d=to(acc * r * g + c, bf16), y=to(x * r, bf16), s=sum_col(acc * x)",
+    ", c: Tile[4096, bf16], x: Tile[4096, bf16], g: RowVec[4096, bf16], r: ColVec[f32]",
+)
 BARE = program("y=to(acc, bf16)", form="nn")
 
 
@@ -40,10 +44,11 @@ def case(p, tokens: int = 16_384, default: Config | None = None) -> Case:
 
 @dataclass
 class Bench:
-    """Kernels with a given time each; what spills, what is wrong and what does not compile is said too."""
+    """Kernels with a given time each; what spills, has few stages, is wrong or does not compile is said too."""
 
     times: Callable[[Case, Config | None], float]
     spills: Callable[[Config], int] = lambda c: 0
+    stages: Callable[[Config], int | None] = lambda c: None
     wrong: Callable[[Config], bool] = lambda c: False
     compiles: Callable[[Config], bool] = lambda c: True
     heats: list[list[Pick]] = field(default_factory=list)
@@ -53,7 +58,7 @@ class Bench:
     def compile(self, picks, seconds):
         self.now += 10
         self.compiled += [c for _, c in picks]
-        return {p: self.spills(p[1]) for p in picks if self.compiles(p[1])}
+        return {p: Made(self.spills(p[1]), self.stages(p[1])) for p in picks if self.compiles(p[1])}
 
     def right(self, pick):
         return not self.wrong(pick[1])
@@ -107,6 +112,37 @@ def test_a_faulty_kernel_is_never_timed(fault):
     assert found.winner is not None
     assert found.winner.tile_n != 160
     assert not [c for heat in bench.heats for _, c in heat if c is not None and c.tile_n == 160]
+
+
+WIDE, NARROW = Config(128, 256), Config(128, 256, narrow=True)
+
+
+@pytest.mark.parametrize(
+    "stages,default,timed",
+    [
+        ({WIDE: 2}, NARROW, {NARROW}),
+        ({WIDE: 2}, WIDE, {WIDE, NARROW}),
+        ({WIDE: None}, NARROW, {WIDE, NARROW}),
+        ({}, NARROW, {WIDE, NARROW}),
+    ],
+    ids=["few", "the default", "unknown", "all have few"],
+)
+def test_a_kernel_with_few_stages_is_not_timed(stages, default, timed):
+    others = 3 if stages else 2
+    bench = Bench(flat(WIDE), stages=lambda c: stages.get(c, others))
+    (found,) = run(bench, case(NORM_BACKWARD, default=default))
+    assert {c for heat in bench.heats for _, c in heat} & {WIDE, NARROW} == timed
+    assert (found.winner == WIDE) == (WIDE in timed)
+
+
+def test_neighbours_of_a_default_with_few_stages_are_tried():
+    best = Config(128, 256, cluster_m=1, cluster_n=2)
+    times = {WIDE: 850.0, best: 700.0}
+    bench = Bench(
+        lambda c, config: 1000.0 if config is None else times.get(config, 950.0),
+        stages=lambda c: 2 if (c.tile_n, c.narrow) == (256, False) else 3,
+    )
+    assert run(bench, case(NORM_BACKWARD, default=WIDE))[0].winner == best
 
 
 def test_a_default_stays_unless_something_is_clearly_faster():
@@ -231,7 +267,7 @@ def test_a_kernel_that_spills_is_found_out_by_its_code():
         ", x: Tile[4096, bf16], g: RowVec[4096, bf16]",
     )
     picks = [(case(rich), c) for c in (Config(256, 192), Config(128, 256, narrow=True), Config(128, 512))]
-    spills = Gpu().compile(picks, float("inf"))
-    assert spills[picks[0]] > tuning.SLIGHT
-    assert spills[picks[1]] == 0
-    assert picks[2] not in spills  # no such tile: it does not compile
+    made = Gpu().compile(picks, float("inf"))
+    assert made[picks[0]].spills > tuning.SLIGHT
+    assert made[picks[1]].spills == 0
+    assert picks[2] not in made  # no such tile: it does not compile

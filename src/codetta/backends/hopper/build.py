@@ -22,13 +22,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from codetta.backends.hopper.choose import own_kernel
 from codetta.backends.hopper.columns import NotLowered
 from codetta.backends.hopper.gemm import Job, compiled, job_of
+from codetta.backends.hopper.stages import kernel_file
 from codetta.backends.hopper.toolchain import compiling_environment
 from codetta.partition.plan import Plan
 
 # isort: split
 import quack.cache
 from quack.cache import async_compile
-from quack.cache.jit import _compute_source_fingerprint
 from quack.gemm_runtime import host
 
 WORTH_WORKERS = 3  # a worker takes seconds to start: fewer kernels than that are compiled here
@@ -109,8 +109,7 @@ def object_file(job: Job) -> Path:
     finally:
         shutil.rmtree(quack.cache.CACHE_DIR)
         quack.cache.CACHE_DIR = known
-    folder: Path = quack.cache.get_cache_path() / _compute_source_fingerprint()
-    return folder / f"{probe.asked[-1]}.o"
+    return kernel_file(probe.asked[-1])
 
 
 def in_workers(

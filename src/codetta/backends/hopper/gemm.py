@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from codetta.backends.hopper import toolchain  # first: it prepares what the next imports read
+from codetta.backends.hopper import (
+    stages,  # noqa: F401  what is compiled from here on has its stages kept
+    toolchain,  # first: it prepares what the next imports read
+)
 from codetta.backends.hopper.choose import choose
 from codetta.backends.hopper.columns import NotLowered
 from codetta.backends.hopper.config import MMA_REGISTERS, Config

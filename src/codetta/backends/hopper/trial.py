@@ -17,8 +17,9 @@ from codetta.backends.hopper.binary import resources
 from codetta.backends.hopper.build import in_workers, object_file
 from codetta.backends.hopper.gemm import Job, compiled, job_with, launch, operand, partial_shape, reduced, values
 from codetta.backends.hopper.rounding import once
+from codetta.backends.hopper.stages import stages_of
 from codetta.backends.hopper.steps import matmul
-from codetta.backends.hopper.tune import Case, Pick, Times
+from codetta.backends.hopper.tune import Case, Made, Pick, Times
 from codetta.backends.reference.evaluate import TORCH
 from codetta.backends.reference.execute import compile_body
 from codetta.backends.reference.tiles import fold
@@ -113,7 +114,7 @@ class Gpu:
 
     def __init__(self, progress: Progress = lambda *_: None) -> None:
         self.progress = progress
-        self.spills: dict[Path, int] = {}
+        self.made: dict[Path, Made] = {}
         self.wrong: list[str] = []
         self._checked: dict[tuple[Path, Program], bool] = {}
         self._checks: dict[Program, Trial] = {}
@@ -122,7 +123,7 @@ class Gpu:
     def _filler(self) -> Variant:
         return gemm_filler()
 
-    def compile(self, picks: Sequence[Pick], seconds: float) -> Mapping[Pick, int]:
+    def compile(self, picks: Sequence[Pick], seconds: float) -> Mapping[Pick, Made]:
         """Kernels that are the same object are compiled once; all cores are used."""
         files = {pick: _file(_job(pick)) for pick in picks}
         wanted = {file: _job(pick) for pick, file in files.items() if not file.is_file()}
@@ -133,10 +134,10 @@ class Gpu:
             workers=os.cpu_count() or 1,
             seconds=seconds,
         )
-        fresh = [f for f in dict.fromkeys(files.values()) if f.is_file() and f not in self.spills]
+        fresh = [f for f in dict.fromkeys(files.values()) if f.is_file() and f not in self.made]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            self.spills.update(zip(fresh, (r.spill_stores for r in pool.map(resources, fresh)), strict=True))
-        return {pick: self.spills[file] for pick, file in files.items() if file in self.spills}
+            self.made.update(zip(fresh, pool.map(_made, fresh), strict=True))
+        return {pick: self.made[file] for pick, file in files.items() if file in self.made}
 
     def right(self, pick: Pick) -> bool:
         """Compared at an odd number of rows. What is wrong or fails to launch is told and dropped."""
@@ -201,6 +202,10 @@ def _known(size: Dim | None) -> int:
 
 def _run(trial: Trial, config: Any) -> Callable[[], object]:
     return trial.library() if config is None else trial.ours(_job((trial.case, config)))[0]
+
+
+def _made(file: Path) -> Made:
+    return Made(resources(file).spill_stores, stages_of(file))
 
 
 @cache

@@ -19,6 +19,7 @@ from codetta.ir.program import Program
 from codetta.partition.plan import Plan
 
 SLIGHT = 8  # spilled registers a thread and tile that cost less than the differences looked for
+DEEP = 3  # stages of A and B from which loads overlap products: those hold two, the last and the next
 FIRST, SECOND, LAST = 3, 5, 21  # rounds of each heat
 KEPT, SEEDS, FINALISTS = 3, 2, 4  # who goes on to the second heat, who of them brings neighbours, who to the last
 COMPILING = 0.5  # the part of the budget after which no more kernels are compiled
@@ -40,6 +41,18 @@ class Case:
         return key_of(self.program, self.lowered, self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a compiled kernel tells: the registers that a thread spills, the stages of A and B if they are known."""
+
+    spills: int
+    stages: int | None = None
+
+    def holds(self, stages: int) -> bool:
+        """Whether it has as many stages, as far as is known."""
+        return self.stages is None or self.stages >= stages
+
+
 Pick = tuple[Case, Config | None]  # None: the library's bare GEMM, which every case is compared with
 Times = dict[Pick, float]
 
@@ -47,8 +60,8 @@ Times = dict[Pick, float]
 class Bench(Protocol):
     """Compiles, checks and times kernels."""
 
-    def compile(self, picks: Sequence[Pick], seconds: float) -> Mapping[Pick, int]:
-        """How many spills each kernel has, of those that compile within that time; the first are the most wanted."""
+    def compile(self, picks: Sequence[Pick], seconds: float) -> Mapping[Pick, Made]:
+        """What each kernel tells, of those that compile within that time; the first are the most wanted."""
         ...
 
     def right(self, pick: Pick) -> bool:
@@ -108,11 +121,12 @@ def tune(
         return max(0.0, begin + part * budget - clock())
 
     tried = {case: _first(case) for case in cases}
-    good = _compiled(_by_turns(tried), bench, left(COMPILING))
+    good = _compiled(_by_turns(tried), bench, left(COMPILING), DEEP)
     times = bench.time(_with_library(cases, good), FIRST, left())
     keep([_found(case, times) for case in cases])
     if left(COMPILING) > 0:
         near = {case: _near(case, _best(case, times, SEEDS)) for case in cases}
+        # A neighbour has the stages of the tile that it is near, which was timed.
         found = _compiled(_by_turns(near), bench, left(2 * COMPILING) / 2)
         again = [(case, c) for case in cases for c in _best(case, times, KEPT)]
         times |= bench.time(_with_library(cases, [*again, *found]), SECOND, left())
@@ -139,10 +153,14 @@ def _by_turns(tried: Mapping[Case, Sequence[Config]]) -> list[Pick]:
     return [(case, tried[case][i]) for i in range(longest) for case in tried if i < len(tried[case])]
 
 
-def _compiled(picks: Sequence[Pick], bench: Bench, seconds: float) -> list[Pick]:
-    """Those that compile, spill hardly anything and are right."""
+def _compiled(picks: Sequence[Pick], bench: Bench, seconds: float, stages: int = 0) -> list[Pick]:
+    """Those that compile, spill hardly anything and are right. One with fewer stages than that is its case's default,
+    or its case has nothing better."""
     made = bench.compile(picks, seconds)
-    return [p for p in picks if p in made and made[p] <= SLIGHT and bench.right(p)]
+    lean = [p for p in picks if p in made and made[p].spills <= SLIGHT]
+    deep = {p for p in lean if made[p].holds(stages) and bench.right(p)}
+    served = {case for case, _ in deep}
+    return [p for p in lean if p in deep or ((p[0] not in served or p[1] == p[0].default) and bench.right(p))]
 
 
 def _with_library(cases: Sequence[Case], picks: Sequence[Pick]) -> list[Pick]:
