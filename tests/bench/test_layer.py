@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from codetta.bench import contenders, layer
 from codetta.bench.contenders import BARE, OURS
 from codetta.bench.kernels import Settings
 from codetta.bench.launch import BASE, launch
-from codetta.bench.layer import BOTH, FORWARD, check, reference, setting_of
+from codetta.bench.layer import BOTH, FORWARD, Entrant, check, reference, setting_of, shared_of
 from codetta.bench.report import Report
 from codetta.bench.shapes import SHAPES
 from codetta.errors import VerifyError
@@ -45,6 +48,80 @@ def test_a_wrong_contender_is_refused():
     lost = replace(eager, forward=lambda: {n: t.detach() if n == "q" else t for n, t in eager.forward().items()})
     with pytest.raises((VerifyError, RuntimeError)):
         check(lost, given, expected)
+
+
+# --- contenders that write over what they are given -------------------------------------------------------------------
+
+
+class _InPlace(torch.autograd.Function):
+    """RoPE as Liger's kernels do it: on q, k and, backward, on the very memory of the incoming gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        ctx.save_for_backward(cos, sin)
+        return tuple(_turn(t, cos, sin) for t in (q.clone(), k.clone()))
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return (*(_turn(t, cos, -sin) for t in (dq, dk)), None, None)
+
+
+def _turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = t.chunk(2, -1)
+    return t.copy_(t * cos[:, :, None] + torch.cat([-b, a], -1) * sin[:, :, None])
+
+
+def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    found = _InPlace.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return tuple(t.transpose(1, 2) for t in found)
+
+
+@pytest.mark.usefixtures("all_peers")
+def test_a_peer_that_works_in_place_spoils_nobody_elses_inputs(monkeypatch: pytest.MonkeyPatch):
+    liger = sys.modules["liger_kernel.transformers.functional"]
+    in_place = SimpleNamespace(**{**vars(liger), "liger_rope": _rope})
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", in_place)
+    report = Report("layer")
+    layer.layer([TINY], replace(QUICK, variants=("Liger", "eager")), report)
+    assert {r.variant for r in report.rows if r.note} <= {"Liger, compiled"}  # Dynamo may not take this Function
+    assert all(r.median for r in report.rows if r.variant in ("Liger", "eager"))
+
+    s = setting_of(TINY, "cpu")
+    expected, given = reference(s)
+    shared, liger_one = shared_of(s, given), contenders.liger(s, compile_it=False)
+    with pytest.raises(VerifyError, match="Liger wrote over the gradient of q, the gradient of k, which"):
+        Entrant.of(replace(liger_one, writes=False), given).check(expected, shared)
+    assert Entrant.of(contenders.eager(s), given).check(expected, shared) < 1e-2
+
+
+@pytest.mark.parametrize("spoiled, first_off", [("cos", "q"), ("norm2.weight", "q"), ("x", "x2"), ("o.weight", "x2")])
+def test_who_writes_is_named_and_the_next_one_finds_the_inputs_as_they_were(spoiled: str, first_off: str):
+    """Without that the next one gets the blame, from the first output on that the tensor leads to."""
+    s = setting_of(TINY, "cpu")
+    expected, given = reference(s)
+    shared = shared_of(s, given)
+
+    def spoil() -> None:
+        with torch.no_grad():
+            shared.tensors[spoiled].mul_(200)
+
+    class Spoiler(contenders.Contender):
+        def step(self, given: Any) -> Any:
+            found = super().step(given)
+            spoil()
+            return found
+
+    one = contenders.eager(s)
+    with pytest.raises(VerifyError, match=f"bad one wrote over {spoiled}, which"):
+        Entrant.of(Spoiler("bad one", one.forward, one.wrt), given).check(expected, shared)
+    wrong = Spoiler("bad one", lambda: {n: t * 1.1 for n, t in one.forward().items()}, one.wrt)
+    with pytest.raises(VerifyError, match=f"x2 is .* off .*; and it wrote over {spoiled}"):
+        Entrant.of(wrong, given).check(expected, shared)
+    assert Entrant.of(contenders.eager(s), given).check(expected, shared) < 1e-2
+    spoil()
+    with pytest.raises(VerifyError, match=f"eager: {first_off} is"):
+        check(contenders.eager(s), given, expected)
 
 
 def test_the_bare_gemms_are_those_of_the_segment(monkeypatch: pytest.MonkeyPatch):

@@ -7,17 +7,19 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from rich.console import Console
 from typer.testing import CliRunner
 
 from codetta.bench.environment import QUERY, environment, medians
-from codetta.bench.plots import draw, draw_errors
+from codetta.bench.plots import OVERVIEW, SHOWN, draw, draw_errors, draw_overview
 from codetta.bench.report import OURS, Report, Row, timed
 from codetta.bench.shapes import chosen
 from codetta.cli import app
 from codetta.errors import SettingsError
 from codetta.timing import Timing
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TIMINGS = {OURS: Timing((2.0, 3.0, 4.0)), "cuBLAS": Timing((1.0, 2.0, 4.0))}
 
 
@@ -93,6 +95,32 @@ def test_charts(tmp_path: Path):
     groups["loss"] |= {"inductor": 0.0, "codetta": 0.0}
     errors = {"device": "cpu", "results": [{"part": "segment", "layer": "1B", "tokens": 64, "groups": groups}]}
     assert [f.name for f in draw_errors(errors, tmp_path)] == ["errors-segment.png"]
+
+
+def test_one_picture_of_all_sizes(tmp_path: Path):
+    """Those that are shown and were measured, over the base in per cent, with labels that nothing hides."""
+    found = json.loads((RESULTS / "layer-run2.json").read_text(encoding="utf-8"))
+    (file,) = draw_overview(found, tmp_path / "new" / "layer.png")
+    assert file.read_bytes()[:4] == b"\x89PNG"
+    assert OVERVIEW in {f.name for f in draw(found, tmp_path)}
+    assert draw_overview({**found, "rows": []}, tmp_path / "none.png") == []
+    given = ["bench", "chart", str(RESULTS / "layer-run2.json"), "--out", str(tmp_path / "again.png")]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "again.png").read_bytes() == file.read_bytes()
+
+
+def test_the_overview_draws_the_ratios(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    found = json.loads((RESULTS / "layer-run2.json").read_text(encoding="utf-8"))
+    drawn: list[float] = []
+    real = Axes.bar
+    monkeypatch.setattr(
+        Axes, "bar", lambda self, at, heights, *a, **k: drawn.extend(heights) or real(self, at, heights, *a, **k)
+    )
+    draw_overview(found, tmp_path / "layer.png")
+    want = [100 * (r["ratio"] - 1) for r in found["rows"] if r["variant"] in SHOWN and r["ratio"]]
+    assert sorted(drawn) == pytest.approx(sorted(want))
+    assert len(drawn) == 3 * 2 * 3
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

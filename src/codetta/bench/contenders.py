@@ -8,6 +8,7 @@ as models spell them, and for Inductor in float32, which it fuses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from codetta.bench.baselines import inductor
 from codetta.bench.shapes import EPS, Segment, Shape, rotated
+from codetta.bench.shared import copies
 from codetta.bench.steps import Module, compile_module
 from codetta.capture.backend import backend
 from codetta.errors import UnsupportedError
@@ -33,11 +35,13 @@ GAINS = ("norm1", "norm2")
 @dataclass(frozen=True)
 class Contender:
     """``forward`` gives x2, q, k and v; ``wrt`` are the tensors whose gradients are asked for, in groups: the weights
-    that one contender has apart and another as one are one group."""
+    that one contender has apart and another as one are one group. One that ``writes`` may write over the incoming
+    gradients, and gets its own; its inputs and weights are its own already."""
 
     name: str
     forward: Callable[[], Outputs]
     wrt: Mapping[str, Sequence[Tensor]]
+    writes: bool = False
 
     def step(self, given: Mapping[str, Tensor]) -> tuple[Outputs, list[Tensor]]:
         """Forward, then the gradients of everything in ``wrt``."""
@@ -69,6 +73,10 @@ class Setting:
         weights = {n: [getattr(self.module, w).weight for w in names] for n, names in WEIGHTS.items()}
         gains = {n: [getattr(self.module, n).weight] for n in GAINS}
         return {"x": [self.batch["x"]], "y": [self.batch["y"]], **weights, **gains}
+
+    def apart(self) -> Setting:
+        """The same numbers in memory of its own."""
+        return Setting(self.shape, deepcopy(self.module), copies(self.batch))
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -156,15 +164,17 @@ def compiled(s: Setting) -> Contender:
 
 
 def liger(s: Setting, *, compile_it: bool) -> Contender:
-    """Liger's kernels between the module's own linears."""
+    """Liger's kernels between the module's own linears. Its RoPE works in place, backward on the incoming gradients: it
+    has everything to itself."""
     try:
         kernels = import_module("liger_kernel.transformers.functional")
     except ImportError as error:
         raise UnsupportedError(f"no liger-kernel here: {error}", hint="pip install liger-kernel") from None
-    forward = partial(_liger_forward, s.module, kernels, s.shape.head)
+    own = s.apart()
+    forward = partial(_liger_forward, own.module, kernels, s.shape.head)
     call: Any = inductor(forward, s.on_gpu) if compile_it else forward
     name = "Liger, compiled" if compile_it else "Liger"
-    return Contender(name, lambda: call(**s.batch), s.wrt())
+    return Contender(name, lambda: call(**own.batch), own.wrt(), writes=True)
 
 
 def _liger_forward(m: Segment, kernels: Any, head: int, y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Outputs:

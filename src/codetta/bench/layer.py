@@ -3,7 +3,8 @@
 Timed is the whole Python call. Forward is a training forward: it saves what backward needs, and what it returns is
 freed behind it. Forward with backward is that and ``torch.autograd.grad`` of x, y, all weights and both gains, given
 random gradients of x2, q, k and v. The base is the time of the bare cuBLAS GEMMs of the same shapes, 4 or 12 of them.
-Every contender's outputs and gradients are first held against the module in float32. Its peak memory is that of one
+Every contender's outputs and gradients are first held against the module in float32, and what all read must be as it
+was: Liger, which works in place, has copies, made before anything is timed. A contender's peak memory is that of one
 step, above the inputs, with what the step returns.
 """
 
@@ -12,8 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from codetta.bench.environment import watching
 from codetta.bench.kernels import Settings, told
 from codetta.bench.report import Report, Row, timed
 from codetta.bench.shapes import Segment, Shape, build, cotangents, segment_batch
+from codetta.bench.shared import Shared, copies
+from codetta.errors import VerifyError
 from codetta.timing import Variant, measure
 
 CASE_SECONDS = 12.0
@@ -62,11 +64,54 @@ def setting_of(shape: Shape, device: str) -> Setting:
     return Setting(shape, module, segment_batch(shape, device))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Entrant:
+    """A contender with the incoming gradients that it gets: everybody's, or copies if it may write over them."""
+
+    contender: Contender
+    given: Outputs
+
+    @classmethod
+    def of(cls, contender: Contender, given: Outputs) -> Entrant:
+        """Copies are made here, once."""
+        return cls(contender, copies(given) if contender.writes else given)
+
+    def step(self) -> tuple[Outputs, list[Tensor]]:
+        """What is timed: forward with backward."""
+        return self.contender.step(self.given)
+
+    def check(self, expected: Mapping[str, Tensor], shared: Shared) -> float:
+        """The largest error; VerifyError where one is off, or where it wrote over what others read."""
+        try:
+            error = check(self.contender, self.given, expected)
+        except Exception as wrong:
+            spoiled = shared.restore()
+            if spoiled:
+                raise VerifyError(f"{told(wrong)}; and it wrote over {', '.join(spoiled)}") from wrong
+            raise
+        shared.prove_unwritten(self.contender.name)
+        return error
+
+    def peak(self) -> int | None:
+        """The most memory of one step in bytes above what there was, outputs and gradients included; None on a CPU."""
+        if not self.given["x2"].is_cuda:
+            return None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        held = self.step()
+        torch.cuda.synchronize()
+        most = torch.cuda.max_memory_allocated() - before
+        del held
+        return most
+
+
 def _at(shape: Shape, settings: Settings, report: Report) -> None:
     s = setting_of(shape, settings.device)
     expected, given = reference(s)
+    shared = shared_of(s, given)
     blank = Row("layer", shape.name, shape.tokens, "", "")
-    ready: dict[str, Contender] = {}
+    ready: dict[str, Entrant] = {}
     checked: list[Row] = []
     for name, make in MAKERS.items():
         if not settings.wants_variant(name):
@@ -74,20 +119,26 @@ def _at(shape: Shape, settings: Settings, report: Report) -> None:
         settings.tell(f"{shape.name}: {name}")
         row = replace(blank, variant=name)
         try:
-            contender = make(s)
-            checked.append(replace(row, error=check(contender, given, expected), peak=peak(contender, given)))
-            ready[name] = contender
+            entrant = Entrant.of(make(s), given)
+            checked.append(replace(row, error=entrant.check(expected, shared), peak=entrant.peak()))
+            ready[name] = entrant
         except Exception as error:  # somebody else's kernels may fail in any way; that is a result, too
             checked.append(replace(row, note=told(error)))
-    del expected
+    del expected, shared
     for case, backward in ((FORWARD, False), (BOTH, True)):
         if settings.wants(case) and report.has_time(f"{shape.name} {case}"):
             settings.tell(f"{shape.name}: {case}")
-            report.add(*_timed(case, blank, _variants(s, ready, given, backward), checked, settings))
+            report.add(*_timed(case, blank, _variants(s, ready, backward), checked, settings))
 
 
-def _variants(s: Setting, ready: Mapping[str, Contender], given: Outputs, backward: bool) -> dict[str, Variant]:
-    calls = {name: partial(c.step, given) if backward else c.forward for name, c in ready.items()}
+def shared_of(s: Setting, given: Outputs) -> Shared:
+    """Inputs, incoming gradients and weights, by the names that a person knows them by."""
+    gradients = {f"the gradient of {n}": t for n, t in given.items()}
+    return Shared({**s.batch, **gradients, **dict(s.module.named_parameters())})
+
+
+def _variants(s: Setting, ready: Mapping[str, Entrant], backward: bool) -> dict[str, Variant]:
+    calls = {name: e.step if backward else e.contender.forward for name, e in ready.items()}
     return {BARE: contenders.bare(s, backward=backward), **calls}
 
 
@@ -125,17 +176,3 @@ def check(contender: Contender, given: Outputs, expected: Mapping[str, Tensor]) 
     outputs, gradients = contender.step(given)
     found = {**{n: t.detach() for n, t in outputs.items()}, **contender.named(gradients)}
     return compared(contender.name, found, expected)
-
-
-def peak(contender: Contender, given: Outputs) -> int | None:
-    """The most memory of one step in bytes above what there was, outputs and gradients included; None on a CPU."""
-    if not given["x2"].is_cuda:
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    held = contender.step(given)
-    torch.cuda.synchronize()
-    most = torch.cuda.max_memory_allocated() - before
-    del held
-    return most

@@ -1,4 +1,5 @@
-"""Bars in PNG files, drawn from the JSON of a run: time over the base, peak memory, and numeric errors over eager's."""
+"""Bars in PNG files, drawn from the JSON of a run: time over the base, peak memory, and numeric errors over eager's; of
+the layer level also one picture with all its sizes."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ from codetta.testing import geometric_mean
 Rows = Sequence[Mapping[str, Any]]
 GIB = 2.0**30
 WAYS = ("inductor", "codetta")  # whose errors are drawn over eager's
+OVERVIEW = "layer.png"
+SHOWN = {OURS: "#d1495b", "torch.compile": "#7fa3c7", "Liger": "#b8bec8"}  # who is in the overview
+INK = "#333333"
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -30,7 +34,47 @@ def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
             files += _save(bars, title, f"time over {base}", folder / f"{name}.png", line=1.0)
         peaks = _bars([r for r in mine if r["peak"]], lambda r: r["peak"] / GIB, without=BARE_LAYER)
         files += _save(peaks, f"{shape}: peak memory", "GiB above the inputs", folder / f"memory-{shape}.png")
+    if found["level"] == "layer":
+        files += draw_overview(found, folder / OVERVIEW)
     return files
+
+
+def draw_overview(found: Mapping[str, Any], file: Path) -> list[Path]:
+    """How much more or less time than the bare GEMMs each of ``SHOWN`` takes, one panel a case, one group a shape."""
+    rows: Rows = [r for r in found["rows"] if r["ratio"] is not None and r["variant"] in SHOWN]
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    if not cases:
+        return []
+    plt = _pyplot()
+    figure, panels = plt.subplots(1, len(cases), figsize=(9.6, 3.8), sharey=True, squeeze=False, layout="constrained")
+    for axes, case in zip(panels[0], cases, strict=True):
+        _panel(axes, case, [r for r in rows if r["case"] == case])
+    panels[0][0].set_ylabel("time over the bare cuBLAS GEMMs, %", color=INK)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    gpu = found["environment"]["gpu"] or "CPU"
+    title = f"one Llama-3 layer between two attentions, {gpu}, bf16; 0 is the GEMMs alone, less is better"
+    figure.suptitle(title, fontsize=10, color=INK)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return _written(figure, file)
+
+
+def _panel(axes: Any, case: str, rows: Rows) -> None:
+    shapes = list(dict.fromkeys((r["shape"], r["tokens"]) for r in rows))
+    there = [v for v in SHOWN if any(r["variant"] == v for r in rows)]
+    width = 0.8 / len(there)
+    for variant in there:
+        mine = [r for r in rows if r["variant"] == variant]
+        at = [shapes.index((r["shape"], r["tokens"])) + _offset(variant, there) * width for r in mine]
+        heights = [100 * (r["ratio"] - 1) for r in mine]
+        drawn = axes.bar(at, heights, width * 0.94, label=variant, color=SHOWN[variant])
+        weight = "bold" if variant == OURS else "normal"
+        axes.bar_label(drawn, fmt="%+.1f", fontsize=8, color=INK, padding=2, fontweight=weight)
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xticks(range(len(shapes)), [f"{name.upper()}\n{tokens:,} tokens" for name, tokens in shapes])
+    axes.set_title(case, fontsize=10, color=INK, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+    axes.margins(y=0.12)
 
 
 def draw_errors(found: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -69,7 +113,7 @@ def _save(
     if not cases:
         return []
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(max(7.0, 1.4 * len(cases) * max(1.0, len(bars) / 5)), 4.5))
+    figure, axes = plt.subplots(figsize=(_wide(len(cases), len(bars)), 4.8), layout="constrained")
     width = 0.8 / len(bars)
     for variant, of_case in bars.items():
         at = [cases.index(case) + _offset(variant, [v for v in bars if case in bars[v]]) * width for case in of_case]
@@ -82,12 +126,19 @@ def _save(
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=10)
     axes.margins(y=0.15)
-    axes.legend(fontsize=7, ncols=3)
-    figure.tight_layout()
+    figure.legend(fontsize=7, ncols=min(4, len(bars)), loc="outside lower center", frameon=False)  # hides no label
+    return _written(figure, file)
+
+
+def _written(figure: Any, file: Path) -> list[Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
-    plt.close(figure)
+    _pyplot().close(figure)
     return [file]
+
+
+def _wide(cases: int, variants: int) -> float:
+    return max(7.0, 1.4 * cases * max(1.0, variants / 5))
 
 
 def _offset(variant: str, there: Sequence[str]) -> float:

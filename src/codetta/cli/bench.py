@@ -16,7 +16,7 @@ from codetta.bench.launch import CALLS, TOKENS, launch
 from codetta.bench.layer import layer
 from codetta.bench.loss import loss
 from codetta.bench.paper import paper
-from codetta.bench.plots import draw, draw_errors
+from codetta.bench.plots import draw, draw_errors, draw_overview
 from codetta.bench.report import Report
 from codetta.bench.shapes import LLAMA, PAPER, SHAPES, Shape, chosen
 from codetta.cli.options import Json, errors, show
@@ -44,7 +44,9 @@ Budget = Annotated[float | None, typer.Option(help="Seconds after which no case 
 Keep = Annotated[str, typer.Option(help=f"What the kernel level's plans keep: {', '.join(MEMORY)}.")]
 Calls = Annotated[int, typer.Option(min=1, help="Calls of the launch level.")]
 Tuned = Annotated[bool, typer.Option("--tuned-quack", help="Let QuACK try its tiles: tens of seconds a case.")]
-Out = Annotated[Path | None, typer.Option(help="A folder for JSON, written after every case, and PNG bars.")]
+Out = Annotated[
+    Path | None, typer.Option(help="A folder for JSON, written after every case, and PNG bars; with chart also a .png.")
+]
 
 
 def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
@@ -111,5 +113,9 @@ def _chart(file: Path | None, out: Path) -> None:
     if file is None or not file.is_file():
         raise SettingsError(f"no file {file}" if file else "no file given", hint=f"codetta bench {CHARTS} FILE")
     found: dict[str, Any] = text.loads(file.read_text(encoding="utf-8"))
-    for written in draw_errors(found, out) if "results" in found else draw(found, out):
+    if "results" in found:
+        files = draw_errors(found, out)
+    else:
+        files = draw_overview(found, out) if out.suffix == ".png" else draw(found, out)
+    for written in files:
         errors.print(f"{written}")
