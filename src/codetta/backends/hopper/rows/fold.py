@@ -11,7 +11,7 @@ from codetta.core.types import DType, Kind, compute_dtype, f64
 from codetta.errors import PlanError
 from codetta.ir import ops
 
-PARTS_OF_COLUMN = 32  # parts of a RowVec that are read at once
+PARTS_OF_COLUMN = 128  # parts of a RowVec that are read at once: few blocks share the columns, so each reads much
 PARTS_OF_SCALAR = 1024
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from codetta.backends.hopper.rows.emit import known
+from codetta.backends.hopper.rows.fold import PARTS_OF_COLUMN
 from codetta.backends.hopper.rows.launches import WHOLE_ROW, Launch, Output
 from codetta.core.node import Node, postorder
 from codetta.core.types import Dim, Kind
@@ -86,7 +87,7 @@ def form_of(launch: Launch, sinks: Sequence[Sink], parts: Mapping[Node, Node]) -
     per_row = any(s.what == "row" or s.source.type.cols is None for s in sinks)
     by_chunks = not per_row and not vectors and bool(sources)
     if launch.rows is None:
-        return Form(False, True, 32 if parts else 1024, 1, 1024)
+        return Form(False, True, 32, 1, 32 * PARTS_OF_COLUMN) if parts else Form(False, True, 1024, 1, 1024)
     tiles = {n for s in sources for n in postorder([s]) if n.op is ops.INPUT and n.type.kind is Kind.TILE}
     widest = 4096 if len(tiles) <= 2 else 2048 if len(tiles) <= 4 else 1024
     if in_runs:
