@@ -77,7 +77,7 @@ class Preset:
 
     def config(self, layers: int | None = None) -> Any:
         """The transformers configuration."""
-        return _transformers().LlamaConfig(
+        return transformers().LlamaConfig(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.ffn,
@@ -141,7 +141,7 @@ def random_model(config: Any, dtype: torch.dtype, seed: int, device: str = "cpu"
     """A causal language model of transformers in training mode, as it is initialised; on "meta" it has no weights."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: nn.Module = transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.train()
 
 
@@ -198,7 +198,7 @@ def _from_folder(request: Request, folder: Path, *, weights: bool) -> Subject:
     file = folder if folder.name == "config.json" else folder / "config.json"
     if not file.is_file():
         raise SettingsError(f"no config.json in {folder}", hint="a folder as save_pretrained writes it")
-    config = _transformers().AutoConfig.from_pretrained(str(file.parent), local_files_only=True)
+    config = transformers().AutoConfig.from_pretrained(str(file.parent), local_files_only=True)
     text = config.get_text_config()
     if request.layers is not None:
         text.num_hidden_layers = request.layers
@@ -243,7 +243,7 @@ def _from_callable(request: Request) -> Subject:
     return Subject(request.name, model, named)
 
 
-def _transformers() -> Any:
+def transformers() -> Any:
     try:
         import transformers
     except ImportError:

@@ -202,6 +202,8 @@ def _block(kernel: Kernel, inputs: Mapping[Node, Spec], parts: Mapping[Node, Nod
     bt = min(pow2(max(counts, default=1)), 128)
     if kernel.block:
         return bt, kernel.block
+    if not kernel.width and counts:  # vectors in parts alone: many loads at once hide each other's latency
+        return bt, min(256, max(64, 2048 // bt))
     return bt, max(1, min(256, 2048 // max(kernel.width, bt if counts else 1)))
 
 
