@@ -17,7 +17,7 @@ import torch
 
 import codetta
 
-PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "flashinfer-python")
+PACKAGES = ("transformers", "triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "flashinfer-python")
 QUERY = ("clocks.sm", "power.draw", "temperature.gpu")
 EVERY_MS = 100
 

@@ -1,5 +1,5 @@
 """Bars in PNG files, drawn from the JSON of a run: time over the base, peak memory, and numeric errors over eager's; of
-the layer level also one picture with all its sizes."""
+the layer level also one picture with all its sizes, and of whole models the parts of their steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from codetta.bench import profile
 from codetta.bench.contenders import BARE as BARE_LAYER
 from codetta.bench.report import OURS
 from codetta.errors import UnsupportedError
@@ -18,10 +19,20 @@ WAYS = ("inductor", "codetta")  # whose errors are drawn over eager's
 OVERVIEW = "layer.png"
 SHOWN = {OURS: "#d1495b", "torch.compile": "#7fa3c7", "Liger": "#b8bec8"}  # who is in the overview
 INK = "#333333"
+SHARES = {  # of a step, from left to right
+    profile.OUR_GEMM: "#d1495b",
+    profile.LIBRARY_GEMM: "#e8a0a9",
+    profile.ATTENTION: "#7fa3c7",
+    profile.OPTIMIZER: "#8fb996",
+    profile.OTHER: "#e3c567",
+    profile.GAPS: "#dddddd",
+}
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """The charts of one run of a level; the files that were written."""
+    if found["level"] == "model":
+        return draw_shares(found, folder)
     rows: Rows = [r for r in found["rows"] if r["median"] is not None]
     files = []
     for shape in dict.fromkeys(r["shape"] for r in rows):
@@ -75,6 +86,37 @@ def _panel(axes: Any, case: str, rows: Rows) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK)
     axes.margins(y=0.12)
+
+
+def draw_shares(found: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Where a whole model's step goes: one stacked bar a variant, in milliseconds, parts in per cent."""
+    rows: Rows = [r for r in found["rows"] if r["profile"]]
+    files = []
+    for case in dict.fromkeys(r["shape"] for r in rows):
+        mine = [r for r in rows if r["shape"] == case]
+        figure, axes = _pyplot().subplots(figsize=(9.6, 1.4 + 0.6 * len(mine)), layout="constrained")
+        for kind, color in SHARES.items():
+            _stack(axes, mine, kind, color)
+        axes.set_yticks(range(len(mine)), [r["variant"] for r in mine])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms a step, profiled", color=INK)
+        gpu = found["environment"]["gpu"] or "CPU"
+        axes.set_title(f"{case}, {mine[0]['tokens']:,} tokens, {mine[0]['case']}, {gpu}", fontsize=10, color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(fontsize=8, ncols=len(SHARES), loc="outside lower center", frameon=False)
+        files += _written(figure, folder / f"model-{case}.png")
+    return files
+
+
+def _stack(axes: Any, rows: Rows, kind: str, color: str) -> None:
+    """One kind's part of every bar; those under 3 % get no number."""
+    kinds = list(SHARES)
+    before = [sum(r["profile"][k] for k in kinds[: kinds.index(kind)]) / 1e3 for r in rows]
+    times = [r["profile"][kind] / 1e3 for r in rows]
+    drawn = axes.barh(range(len(rows)), times, left=before, label=kind, color=color)
+    parts = [r["profile"][kind] / (sum(r["profile"].values()) or 1.0) for r in rows]
+    labels = [f"{p:.0%}" if p >= 0.03 else "" for p in parts]
+    axes.bar_label(drawn, labels, label_type="center", fontsize=8, color=INK)
 
 
 def draw_errors(found: Mapping[str, Any], folder: Path) -> list[Path]:

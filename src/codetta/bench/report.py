@@ -144,16 +144,17 @@ def _table(shape: str, rows: list[Row]) -> Table:
         table.add_column(name, no_wrap=True, justify="left" if i < 2 else "right")
     previous = ""
     for r in rows:
-        cells = ["" if r.case == previous else r.case, r.variant, _number(r.median, ",.1f"), _spread(r)]
-        cells += [_number(r.ratio, ".3f"), _number(r.error, ".1e")]
-        cells += [_number(r.peak and r.peak / 2**30, ".2f")] * has_peak + [_number(r.bandwidth, ",.0f")] * has_bytes
+        cells = ["" if r.case == previous else r.case, r.variant, as_text(r.median, ",.1f"), _spread(r)]
+        cells += [as_text(r.ratio, ".3f"), as_text(r.error, ".1e")]
+        cells += [as_text(r.peak and r.peak / 2**30, ".2f")] * has_peak + [as_text(r.bandwidth, ",.0f")] * has_bytes
         style = "bold" if r.variant.startswith(OURS) else None
         table.add_row(*(escape(c) for c in cells), style=style)
         previous = r.case
     return table
 
 
-def _number(value: float | None, form: str) -> str:
+def as_text(value: float | None, form: str) -> str:
+    """A number in that form; nothing where there is none."""
     return "" if value is None else format(value, form)
 
 

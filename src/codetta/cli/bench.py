@@ -1,4 +1,4 @@
-"""``codetta bench``: times of programs and of layers, next to those of bare GEMMs and of others' kernels."""
+"""``codetta bench``: times of programs, layers and whole models next to those of bare GEMMs and of others."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from codetta.bench.kernels import ROUNDS, Settings, kernels
 from codetta.bench.launch import CALLS, TOKENS, launch
 from codetta.bench.layer import layer
 from codetta.bench.loss import loss
+from codetta.bench.model import STEPS, Chosen, ModelReport, model
+from codetta.bench.model_cases import CASES, DEFAULT_CASE
 from codetta.bench.paper import paper
 from codetta.bench.plots import draw, draw_errors, draw_overview
 from codetta.bench.report import Report
 from codetta.bench.shapes import LLAMA, PAPER, SHAPES, Shape, chosen
+from codetta.capture.options import CHOICES, parse
 from codetta.cli.options import Json, errors, show
 from codetta.errors import SettingsError, UnsupportedError
 from codetta.partition.cut import MEMORY
 from codetta.timing import gemm_filler
 
-DEFAULT = {"kernels": ("8b",), "layer": LLAMA, "launch": LLAMA, "loss": LLAMA, "paper": PAPER}
+DEFAULT = {"kernels": ("8b",), "layer": LLAMA, "launch": LLAMA, "loss": LLAMA, "model": (), "paper": PAPER}
+WITHOUT_FILLER = ("launch", "model")
 CHARTS = "chart"
 
 What = Annotated[
@@ -39,10 +43,21 @@ Shapes = Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SHAPES)};
 Count = Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds at most; long cases get fewer, but five at least.")]
 Only = Annotated[list[str] | None, typer.Option(help="Cases with this text in their name; may be repeated.")]
-Variants = Annotated[list[str] | None, typer.Option(help="Besides ours and the base, variants whose name begins so.")]
+Variants = Annotated[
+    list[str] | None,
+    typer.Option(help="Besides ours and the base, variants whose name begins so; of whole models just those named."),
+]
 Budget = Annotated[float | None, typer.Option(help="Seconds after which no case is begun.")]
 Keep = Annotated[str, typer.Option(help=f"What the kernel level's plans keep: {', '.join(MEMORY)}.")]
 Calls = Annotated[int, typer.Option(min=1, help="Calls of the launch level.")]
+Cases = Annotated[
+    list[str] | None, typer.Option("--case", help=f"Whole models, of {', '.join(CASES)}; commas or several times.")
+]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a whole model.")]
+Logits = Annotated[str, typer.Option(help=f"Of our whole models: {', '.join(map(str, CHOICES['logits']))}.")]
+Cold = Annotated[
+    bool, typer.Option("--cold", help="Whole models' first steps also with empty caches, in a process more.")
+]
 Tuned = Annotated[bool, typer.Option("--tuned-quack", help="Let QuACK try its tiles: tens of seconds a case.")]
 Out = Annotated[
     Path | None, typer.Option(help="A folder for JSON, written after every case, and PNG bars; with chart also a .png.")
@@ -60,6 +75,10 @@ def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
     budget: Budget = None,
     memory: Keep = "balanced",
     calls: Calls = CALLS,
+    case: Cases = None,
+    steps: Steps = STEPS,
+    logits: Logits = "auto",
+    cold: Cold = False,
     tuned_quack: Tuned = False,
     out: Out = None,
     json: Json = False,
@@ -75,7 +94,9 @@ def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
     on_gpu = torch.cuda.is_available()
     names = [n for given in shapes or DEFAULT[what] for n in given.split(",")]
     found = chosen(names, tokens or (TOKENS if what == "launch" else None))
-    report = Report(what, out, budget)
+    options = {"logits": parse({"logits": logits}).logits} if logits != "auto" else {}
+    models = Chosen(tuple(n for given in case or [DEFAULT_CASE] for n in given.split(",")), steps, options, cold)
+    report = (ModelReport if what == "model" else Report)(what, out, budget)
     with errors.status("") as status:
         settings = Settings(
             rounds=rounds,
@@ -84,10 +105,10 @@ def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
             memory=memory,
             device="cuda" if on_gpu else "cpu",
             tuned=tuned_quack,
-            filler=gemm_filler() if on_gpu and what != "launch" else None,
+            filler=gemm_filler() if on_gpu and what not in WITHOUT_FILLER else None,
             tell=status.update,
         )
-        _levels(calls)[what](found, settings, report)
+        _levels(calls, models)[what](found, settings, report)
     show(report, as_json=json)
     if out is not None and report.rows:
         try:
@@ -98,13 +119,14 @@ def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
         raise typer.Exit(1)
 
 
-def _levels(calls: int) -> dict[str, Callable[[list[Shape], Settings, Report], None]]:
+def _levels(calls: int, models: Chosen) -> dict[str, Callable[[list[Shape], Settings, Report], None]]:
     backend = "reference" if why_not() else "hopper"
     return {
         "kernels": kernels,
         "layer": layer,
         "loss": loss,
         "launch": lambda shapes, settings, report: launch(shapes, settings, report, calls),
+        "model": lambda _, settings, report: model(models, settings, report),
         "paper": lambda shapes, settings, report: paper(shapes, settings, report, backend),
     }
 
