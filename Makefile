@@ -14,7 +14,7 @@ STAMP := $(VENV)/.codetta-installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test spills gpu memcheck check format clean
+.PHONY: help setup demo test spills mutants gpu memcheck check format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -36,6 +36,9 @@ test: $(STAMP)  ## run all tests that this machine can run
 
 spills: $(STAMP)  ## compile every kernel of Llama 1B, 8B and 70B for SM90 and read its spills
 	@CODETTA_SPILLS=all $(ONE_THREAD) $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/backends/hopper -k spill
+
+mutants: $(STAMP)  ## put mistakes into the tables, 50 one by one, and see whether the tests notice (an hour)
+	@$(ONE_THREAD) $(BIN)/python benchmarks/mutate.py $(ARGS)
 
 gpu: $(STAMP)  ## run the tests that need a GPU with kernels
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

@@ -1,8 +1,10 @@
-"""Train an unmodified Llama of transformers through codetta, on this file's own bytes. Needs no GPU.
+"""Train an unmodified Llama of transformers through codetta, on this file's own bytes: a plain training loop.
 
-python examples/train_llama.py
+python examples/train_llama.py          needs no GPU
+python examples/train_llama.py cuda     on one: a wider model in bfloat16, through kernels
 """
 
+import sys
 from pathlib import Path
 
 import torch
@@ -11,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 STEPS, SEQUENCES, LENGTH = 30, 4, 64
 
 
-def build() -> LlamaForCausalLM:
+def build(width: int = 64) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=64,
-        intermediate_size=176,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -26,12 +28,12 @@ def build() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).train()
 
 
-def main() -> None:
+def main(device: str = "cpu") -> None:
     torch.manual_seed(0)
-    text = torch.tensor(list(Path(__file__).read_bytes()))
-    model = build()
+    text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
+    model = build() if device == "cpu" else build(1024).to(device, torch.bfloat16)
     compiled = torch.compile(model, backend="codetta")  # the only line that is not plain PyTorch
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if device == "cpu" else 3e-4)
     for step in range(1, STEPS + 1):
         starts = torch.randint(len(text) - LENGTH, (SEQUENCES,))
         ids = torch.stack([text[s : s + LENGTH] for s in starts])
@@ -44,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -129,3 +129,10 @@ def test_exact_results_stay_exact():
     assert pooled([Errors(0.0, 0.0, torch.float32)] * 5) == Errors(0.0, 0.0, torch.float32)
     mixed = pooled([Errors(0.0, 1e-6, torch.float32), Errors(0.0, 1e-6, torch.float32)])
     assert (mixed.ours, mixed.eager) == (0.0, pytest.approx(1e-6))
+
+
+def test_what_is_exactly_zero_is_judged_as_noise():
+    """The gradient of a key's bias behind softmax: float64 has 1e-17 there, and both sides have their roundings."""
+    assert BAR.why_not(Errors(2e9, 1e9, torch.float32)) is None
+    assert BAR.why_not(Errors(1e12, 1e9, torch.float32))
+    assert BAR.why_not(Errors(0.9, 0.5, torch.float32))

@@ -21,6 +21,12 @@ class Errors:
     is_scalar: bool = False
 
     @property
+    def is_noise(self) -> bool:
+        """Whether eager has no digit right: what is exactly zero (the gradient of a key's bias under softmax), where
+        both sides have nothing but rounding."""
+        return self.eager > 1.0
+
+    @property
     def ratio(self) -> float:
         """Ours over eager's, each counted as at least an eighth of a unit in the last place.
 
@@ -47,7 +53,7 @@ class Bar:
 
     def limit(self, errors: Errors) -> float:
         """The largest error that this tensor may have."""
-        factor = self.scalar_factor if errors.is_scalar else self.factor
+        factor = self.scalar_factor if errors.is_scalar or errors.is_noise else self.factor
         return factor * errors.eager + self.units * torch.finfo(errors.dtype).eps
 
     def why_not(self, errors: Errors) -> str | None:

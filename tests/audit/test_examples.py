@@ -22,7 +22,12 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_example_is_forgotten():
-    assert {f.stem for f in EXAMPLES.glob("*.py")} == {"train_llama", "own_model", "write_an_epilogue"}
+    assert {f.stem for f in EXAMPLES.glob("*.py")} == {
+        "own_model",
+        "train_llama",
+        "train_with_trainer",
+        "write_an_epilogue",
+    }
 
 
 def test_train_llama(monkeypatch, capsys):
@@ -30,6 +35,15 @@ def test_train_llama(monkeypatch, capsys):
     losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+def test_train_with_trainer(monkeypatch, capsys):
+    load("train_with_trainer", monkeypatch).main()
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step ")]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert lines[-1] == "the checkpoint is the model: True"
 
 
 def test_own_model(monkeypatch):

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 import codetta
 from codetta.audit import verify as verification
 from codetta.cli import COMMANDS, app
+from codetta.cli import explain as explain_command
 
 RUN = CliRunner()
 
@@ -51,6 +52,11 @@ def test_explain_counts_exactly(layers):
     assert len(forward["leftover_reasons"]) == 1
     for half in (forward, backward):
         assert 0 < half["bytes"] < half["bytes_boundary_fusion"] < half["bytes_eager"]
+
+
+def test_explain_prints_the_table_of_families(monkeypatch):
+    monkeypatch.setattr(explain_command, "models_page", lambda: "# Model families\n")
+    assert call("explain", "families").stdout == "# Model families\n"
 
 
 def test_explain_a_large_model_without_memory():

@@ -299,3 +299,16 @@ def test_names_of_a_model_do_not_matter():
     for s in (*plan.forward.steps, *plan.backward.steps):
         assert parse_program(program_text(s.program)) == s.program
     assert plan_text(plan.forward)
+
+
+def test_a_rank_one_term_does_not_widen_what_is_stored():
+    """LayerNorm's mean leaves through the GEMM as a float32 Tile of two vectors; what is kept of the sum is bf16."""
+    x, w = input_("x", tile(12, bf16)), input_("w", tile(8, bf16, rows=12))
+    g, b = input_("g", rowvec(12, bf16)), input_("b", rowvec(12, bf16))
+    first = matmul(x, input_("v", tile(12, bf16, rows=12)))
+    hidden = cast(matmul(cast(layer_norm(first, g, b), bf16), w, "nn"), bf16)
+    out = cast(matmul(cast(apply(ops.TANH, hidden), bf16), input_("u", tile(12, bf16, rows=8)), "nn"), bf16)
+    inputs = tuple(n for n in postorder([out]) if n.op is ops.INPUT)
+    training = plan_training(Graph(inputs, (("y", out),)), ("x", "w", "v", "u"))
+    kept = [training.backward.buffers[name] for name, _ in training.saved]
+    assert {t.dtype for t in kept if t.kind is Kind.TILE} == {bf16}

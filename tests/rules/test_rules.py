@@ -283,11 +283,14 @@ def test_the_variance_of_a_gemms_output_is_taken_in_one_pass_and_of_anything_els
     assert not centred(apply(ops.TANH, matmul(x, w)))
 
 
-def test_layer_norm_goes_through_a_gemm_as_a_rank_one_correction():
-    x, w = input_("x", tile(12, f64)), input_("w", tile(12, f64, rows=8))
+@pytest.mark.parametrize("form", ["nt", "nn"])
+def test_layer_norm_goes_through_a_gemm_as_a_rank_one_correction(form: str):
+    """Whichever way the weight lies: GPT-2 keeps it as (in, out)."""
+    rows, cols = (8, 12) if form == "nt" else (12, 8)
+    x, w = input_("x", tile(12, f64)), input_("w", tile(cols, f64, rows=rows))
     g, b = input_("g", rowvec(12, f64)), input_("b", rowvec(12, f64))
     first = matmul(x, input_("v", tile(12, f64, rows=12)))
-    before = graph_of(matmul(layer_norm(first, g, b), w))
+    before = graph_of(matmul(layer_norm(first, g, b), w, form))
     moved = reparameterise(before)
     (gemm,) = (n for n in moved.contractions if n.args[1] is w)
     assert gemm.args[0] in (mul(first, g), mul(g, first))

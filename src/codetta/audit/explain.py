@@ -14,6 +14,7 @@ from rich.text import Text
 from torch import Tensor, fx, nn
 
 from codetta.audit import report
+from codetta.audit.blocks import calls_of
 from codetta.audit.models import as_batch
 from codetta.audit.parts import Half, Opaque, Part, half_of
 from codetta.backends.hopper.choose import is_bare, why_split
@@ -123,6 +124,15 @@ def explain(
     return explain_graphs(graphs, title=title or type(model).__name__, notes=notes)
 
 
+def explain_blocks(model: nn.Module, batch: Mapping[str, Any], *, title: str = "") -> Explanation:
+    """What becomes of each of the model's blocks, compiled alone."""
+    graphs: list[CapturedGraph] = []
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        for call in calls_of(model, batch):
+            graphs += captured(call.block, *call.args, options={"kernels": "reference"}, **call.kwargs)
+    return explain_graphs(graphs, title=title or type(model).__name__)
+
+
 def explain_graphs(graphs: Sequence[CapturedGraph], *, title: str, notes: Iterable[str] = ()) -> Explanation:
     """The explanation of captured graphs."""
     known: dict[tuple[str, int], tuple[Half, Half, Peak]] = {}
@@ -162,16 +172,21 @@ def rounding_notes(graphs: Iterable[CapturedGraph]) -> list[str]:
 
 def kernel_notes(plans: Iterable[tuple[Plan, Plan]]) -> list[str]:
     """Programs that are no single kernel on a Hopper GPU, by the reason: a line each."""
+    return [
+        f"on a Hopper GPU {', '.join(names)} would run as a GEMM and a generated kernel behind it: {reason}"
+        for reason, names in split_programs(plans).items()
+    ]
+
+
+def split_programs(plans: Iterable[tuple[Plan, Plan]]) -> dict[str, tuple[str, ...]]:
+    """The names of programs that are no single kernel on a Hopper GPU, by the reason."""
     steps = [s for pair in plans for plan in pair for s in plan.steps if s.kind == "gemm" and not is_bare(s.program)]
     found: dict[str, dict[str, None]] = {}
     for s in steps:
         reason = why_split(s.program) if s.program.gemm and s.program.gemm.dtype in (bf16, f16) else None
         if reason is not None:
             found.setdefault(reason, {})[s.program.name] = None
-    return [
-        f"on a Hopper GPU {', '.join(names)} would run as a GEMM and a generated kernel behind it: {reason}"
-        for reason, names in found.items()
-    ]
+    return {reason: tuple(names) for reason, names in found.items()}
 
 
 def weight_layers(segment: Segment) -> tuple[str, ...]:

@@ -244,6 +244,7 @@ def _from_callable(request: Request) -> Subject:
 
 
 def transformers() -> Any:
+    """The package, or UnsupportedError with the way out."""
     try:
         import transformers
     except ImportError:

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from codetta.audit.blocks import compiled_alone
 from codetta.backends.hopper.support import why_not
 from codetta.capture.backend import backend
 from codetta.capture.normalise import normalise
@@ -42,13 +43,14 @@ def eager_step(model: nn.Module, batch: Mapping[str, Any], seed: int) -> Step:
 
 
 def compiled_step(
-    model: nn.Module, options: Mapping[str, Any] | None = None
+    model: nn.Module, options: Mapping[str, Any] | None = None, *, per_block: bool = False
 ) -> Callable[[Mapping[str, Any], int], Step]:
     """A step through codetta, fresh memory filled with NaN; call it with a batch and a seed."""
     # on a GPU without kernels too, it is the programs that are to be verified, not Inductor
     on_gpu = any(p.is_cuda for p in model.parameters()) and why_not() is None
     chosen = {"kernels": "hopper" if on_gpu else "reference", **(options or {})}
-    compiled = torch.compile(model, backend=partial(backend, options=chosen))
+    ours = partial(backend, options=chosen)
+    compiled = compiled_alone(model, ours) if per_block else torch.compile(model, backend=ours)
 
     def run(batch: Mapping[str, Any], seed: int) -> Step:
         with poisoned_memory():

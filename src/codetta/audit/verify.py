@@ -111,16 +111,19 @@ def verify(
     *,
     seeds: int = SEEDS,
     options: Mapping[str, Any] | None = None,
+    per_block: bool = False,
     raises: bool = False,
 ) -> Verification:
     """Compare ``torch.compile(model, backend="codetta")`` with float64 and with eager; ``raises`` a VerifyError.
 
     The model is called with the batch (keyword arguments, or one tensor) and differentiated: its loss if it returns
-    one, else all its outputs against random cotangents. The gradients are those of all parameters and inputs that
+    one, else all its outputs against random cotangents. ``per_block`` compiles each of its layers alone, not the model.
+    The gradients are those of all parameters and inputs that
     require one. The first seed takes the batch as it is; later ones draw floats anew and integers from among the
     batch's own (masks and positions stay). Neither the model nor its gradients change.
     """
-    found = check(Subject(type(model).__name__, model, as_batch(model, example_batch)), seeds=seeds, options=options)
+    subject = Subject(type(model).__name__, model, as_batch(model, example_batch))
+    found = check(subject, seeds=seeds, options=options, per_block=per_block)
     if raises and not found.ok:
         raise VerifyError(found.problems[0], hint=f"{len(found.problems)} of {len(found.tensors)} checks fail")
     return found
@@ -131,14 +134,16 @@ def check(
     *,
     seeds: int = SEEDS,
     options: Mapping[str, Any] | None = None,
+    per_block: bool = False,
     bar: Bar | None = None,
     progress: Callable[[int], None] = lambda seed: None,
 ) -> Verification:
-    """Verify a model that may be given other weights for each seed; ``progress`` is told when a seed is done."""
+    """Verify a model that may be given other weights for each seed, as one graph or ``per_block``;
+    ``progress`` is told when a seed is done."""
     model = subject.model
     errors: dict[tuple[str, str], list[Errors]] = {}
     with many_compilations():
-        ours, oracle = compiled_step(model, options), float64_step(model)
+        ours, oracle = compiled_step(model, options, per_block=per_block), float64_step(model)
         for seed in range(seeds):
             batch = subject.renew(seed) if subject.renew else varied(subject.batch, seed)
             eager = eager_step(model, batch, seed)

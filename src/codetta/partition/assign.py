@@ -72,12 +72,14 @@ def _source(n: Node) -> Node:
 
 def storage_dtypes(roots: Iterable[Node]) -> dict[Node, DType]:
     """The dtype in which each Tile is stored between steps. Arithmetic is wider than what it works on: a Tile is stored
-    as the Tiles from outside and the operands of GEMMs are that it is made of, where these are all the same."""
+    as the Tiles from outside and the operands of GEMMs are that it is made of, where these are all the same. A Tile of
+    vectors alone (LayerNorm's mean times column sums) has no say in what it is added to."""
     found: dict[Node, DType] = {}
     for n in postorder(roots):
         if n.type.kind is Kind.TILE and n.type.dtype.is_float:
-            source = n.args[:1] if n.op is ops.MATMUL else n.args
-            made_of = {found.get(a, a.type.dtype) for a in source if a.type.kind is Kind.TILE and a.type.dtype.is_float}
+            made_of = {found[a] for a in (n.args[:1] if n.op is ops.MATMUL else n.args) if a in found}
+            if not made_of and n.args and n.op is not ops.CAST:
+                continue
             one = made_of.pop() if len(made_of) == 1 else n.type.dtype
             found[n] = one if one.bytes < n.type.dtype.bytes else n.type.dtype
     return found

@@ -6,7 +6,7 @@ from codetta.core.node import Node, postorder
 from codetta.core.rewrite import Registry
 from codetta.core.types import DType, Kind, f16
 from codetta.ir import ops
-from codetta.ir.build import add, apply, cast, div, matmul, mul, sub, sum_row, turn
+from codetta.ir.build import add, apply, cast, div, matmul, mul, sub, sum_col, sum_row, turn
 from codetta.rules.match import either_way, gain, is_const, number, rebuilt, row_scaled, scale, weight, x_tile
 
 NORM = Registry()
@@ -15,15 +15,17 @@ rule = NORM.rule
 
 
 def _operand(n: Node) -> tuple[Node, Node] | None:
-    """(x, w) of an "nt" GEMM whose x may be a rounded value; not float16, see scale.row_scale_leaves_matmul."""
-    if n.op is not ops.MATMUL or n.attrs[0] != "nt" or n.args[0].type.dtype is f16:
+    """(x, w) of a forward GEMM whose x may be a rounded value; not float16, see scale.row_scale_leaves_matmul."""
+    if n.op is not ops.MATMUL or n.attrs[0] == "tn" or n.args[0].type.dtype is f16:
         return None
     x, w = n.args
     return (x.args[0] if x.op is ops.CAST else x), w
 
 
-def _column_sums(w: Node, factor: Node | None) -> Node:
-    """w @ factor (or w @ 1) as a RowVec over the GEMM's columns."""
+def _column_sums(gemm: Node, w: Node, factor: Node | None) -> Node:
+    """The factor (or ones) times the weight, as a RowVec over the GEMM's columns."""
+    if gemm.attrs[0] == "nn":
+        return sum_col(w if factor is None else mul(w, turn(factor)))
     return turn(sum_row(w if factor is None else mul(w, factor)))
 
 
@@ -46,7 +48,7 @@ def row_shift_leaves_matmul(n: Node) -> Node | None:
         ):
             y, mu = shifted.args
             kept = y if g is None else mul(y, g)
-            return sub(rebuilt(n, cast(kept, n.args[0].type.dtype), w), mul(mu, _column_sums(w, g)))
+            return sub(rebuilt(n, cast(kept, n.args[0].type.dtype), w), mul(mu, _column_sums(n, w, g)))
     return None
 
 
@@ -60,7 +62,7 @@ def column_shift_leaves_matmul(n: Node) -> Node | None:
     x, w = found
     for y, b in either_way(x, ops.ADD):
         if b.type.kind is Kind.ROWVEC and row_scaled(y) is not None:
-            return add(rebuilt(n, cast(y, n.args[0].type.dtype), w), _column_sums(w, b))
+            return add(rebuilt(n, cast(y, n.args[0].type.dtype), w), _column_sums(n, w, b))
     return None
 
 
@@ -102,7 +104,8 @@ def gain_into_frozen_weight(n: Node) -> Node | None:
     x, w = found
     for y, g in either_way(x, ops.MUL):
         if g.type.kind is Kind.ROWVEC and y.type.kind is Kind.TILE and w.op is ops.INPUT and g.op is ops.INPUT:
-            return rebuilt(n, cast(y, n.args[0].type.dtype), cast(mul(w, g), w.type.dtype))
+            factor = g if n.attrs[0] == "nt" else turn(g)
+            return rebuilt(n, cast(y, n.args[0].type.dtype), cast(mul(w, factor), w.type.dtype))
     return None
 
 
