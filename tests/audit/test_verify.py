@@ -69,8 +69,8 @@ def test_under_autocast():
 
 @pytest.mark.parametrize("target", ["a.weight", "output"])
 def test_a_wrong_result_is_found(monkeypatch, target):
-    def wrong(model, options=None):
-        right = compiled_step(model, options)
+    def wrong(model, options=None, **chosen):
+        right = compiled_step(model, options, **chosen)
 
         def run(batch, seed):
             step = right(batch, seed)
@@ -93,8 +93,8 @@ def test_a_wrong_result_is_found(monkeypatch, target):
 
 
 def test_a_missing_gradient_is_found(monkeypatch):
-    def wrong(model, options=None):
-        right = compiled_step(model, options)
+    def wrong(model, options=None, **chosen):
+        right = compiled_step(model, options, **chosen)
 
         def run(batch, seed):
             step = right(batch, seed)

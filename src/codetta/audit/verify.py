@@ -117,10 +117,10 @@ def verify(
     """Compare ``torch.compile(model, backend="codetta")`` with float64 and with eager; ``raises`` a VerifyError.
 
     The model is called with the batch (keyword arguments, or one tensor) and differentiated: its loss if it returns
-    one, else all its outputs against random cotangents. ``per_block`` compiles each of its layers alone, not the model.
-    The gradients are those of all parameters and inputs that
-    require one. The first seed takes the batch as it is; later ones draw floats anew and integers from among the
-    batch's own (masks and positions stay). Neither the model nor its gradients change.
+    one, else all its outputs against random cotangents; with ``per_block`` each of its layers is compiled alone. The
+    gradients are those of all parameters and inputs that require one. The first seed takes the batch as it is; later
+    ones draw floats anew and integers from among the batch's own (masks and positions stay). Neither the model nor its
+    gradients change.
     """
     subject = Subject(type(model).__name__, model, as_batch(model, example_batch))
     found = check(subject, seeds=seeds, options=options, per_block=per_block)
