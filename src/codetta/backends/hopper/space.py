@@ -37,7 +37,11 @@ HALVES = (
     Config(128, 64, pingpong=True, narrow=True),
 )
 # Values that live through a pass over the tile before the first store, and places to compare with, take registers.
-GUARDED = (replace(SQUARE, narrow=True), Config(128, 64, pingpong=True, narrow=True))
+GUARDED = (
+    replace(SQUARE, narrow=True),
+    Config(128, 64, pingpong=True, narrow=True),
+    Config(64, 256, pingpong=True, narrow=True),  # heads of 256; without a statistic these spill
+)
 # What tuning tries, by tile. Which of these spill differs from program to program; the compiled code is asked.
 TILES = (
     SQUARE,
