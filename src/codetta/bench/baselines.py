@@ -15,7 +15,6 @@ from torch import Tensor
 
 from codetta.bench.plain import KINDS, Expression, interleaved
 from codetta.bench.steps import Case, Memory
-from codetta.core.types import Kind
 
 Call = Callable[[], Mapping[str, Tensor]]
 BARE = "cuBLAS"
@@ -126,8 +125,3 @@ def _copy(case: Case) -> Call:
         return {}
 
     return call
-
-
-def has_large_tiles(case: Case) -> bool:
-    """Whether a step without a GEMM passes over Tiles; others are vectors, whose time is that of a launch."""
-    return any(p.type.kind is Kind.TILE for p in case.step.program.params)

@@ -50,10 +50,11 @@ def token_rows(segment: Segment) -> int:
         value = feed.border.source.meta.get("val")
         if node.type.rows != ROWS or not isinstance(value, Tensor):
             continue
+        size, columns = prod(map(_hint, value.shape)), node.type.cols
         if node.type.kind is Kind.COLVEC:
-            return prod(map(_hint, value.shape))
-        if node.type.kind is Kind.TILE and isinstance(node.type.cols, int) and node.type.cols:
-            return prod(map(_hint, value.shape)) // node.type.cols
+            return size
+        if node.type.kind is Kind.TILE and isinstance(columns, int) and columns:
+            return size // columns
     return 0
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codetta.errors import UnsupportedError
 from codetta.nn.head_graphs import DIFFERENTIABLE, LSE
 from codetta.nn.head_run import NOTHING_HELD, Call, Wanted, What, backward, forward
 from codetta.nn.slabs import Slab, cut
-from codetta.runtime.library import keeps_graph
+from codetta.runtime.library import keeps_graph, no_second_derivative
 
 LIBRARY = torch.library.Library("codetta", "FRAGMENT")
 # ts are x, the weight, the targets' columns and, where there is one, the bias (Call); what is What's text; wanted and
@@ -154,13 +153,6 @@ def _head(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
         return list(torch.ops.codetta.head_forward(ts, nothing.text, wanted))
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise UnsupportedError(
-        "linear_cross_entropy has no second derivative",
-        hint="differentiate without create_graph=True, or use torch.nn.functional.cross_entropy",
-    )
-
-
 LIBRARY.impl("head", _head, "Autograd")
 LIBRARY.impl("head", _statistics, "CompositeExplicitAutograd")
 LIBRARY.impl("head_forward", torch.library.fallthrough_kernel, "Autograd")
@@ -169,4 +161,5 @@ LIBRARY.impl("head_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("codetta::head", _statistics_fake, lib=LIBRARY)
 torch.library.register_fake("codetta::head_forward", _forward_fake, lib=LIBRARY)
 torch.library.register_fake("codetta::head_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_autograd("codetta::head_backward", _no_second_derivative, lib=LIBRARY)
+HEAD_TWICE = no_second_derivative("linear_cross_entropy", "use torch.nn.functional.cross_entropy")
+torch.library.register_autograd("codetta::head_backward", HEAD_TWICE, lib=LIBRARY)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,11 +125,15 @@ def _cotangent(ctx: Any, segment: Segment, name: str, g: Tensor | None) -> Tenso
     return _empty(ctx.saved_tensors[0], segment.type_of(name), ctx.rows).zero_() if g is None else g.contiguous()
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise UnsupportedError(
-        "a segment of codetta has no second derivative",
-        hint="differentiate without create_graph=True, or run this model without codetta",
-    )
+def no_second_derivative(what: str, instead: str) -> Callable[..., Any]:
+    """The backward of a backward: an error that says what to do instead."""
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(
+            f"{what} has no second derivative", hint=f"differentiate without create_graph=True, or {instead}"
+        )
+
+    return refuse
 
 
 LIBRARY.impl("segment", _segment, "Autograd")
@@ -139,4 +144,5 @@ LIBRARY.impl("segment_backward", _backward_op, "CompositeExplicitAutograd")
 for name in ("segment", "segment_forward"):
     torch.library.register_fake(f"codetta::{name}", _forward_fake, lib=LIBRARY)
 torch.library.register_fake("codetta::segment_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_autograd("codetta::segment_backward", _no_second_derivative, lib=LIBRARY)
+SEGMENT_TWICE = no_second_derivative("a segment of codetta", "run this model without codetta")
+torch.library.register_autograd("codetta::segment_backward", SEGMENT_TWICE, lib=LIBRARY)

@@ -48,6 +48,12 @@ def feed_of(graph: Graph, rows: int) -> tuple[dict[str, Tensor], dict[str, Tenso
     return drive.typed(graph, feed), given, mirror.gradients(want, feed, given, trained(graph))
 
 
+def small() -> tuple[Executable, dict[str, Tensor]]:
+    """The forward of a small segment, and its inputs for 5 tokens."""
+    graph = llama_segment(bf16, SMALL)
+    return Executable(plan_training(graph, trained(graph)).forward), feed_of(graph, 5)[0]
+
+
 def passed_on(plan: TrainingPlan, inputs: dict[str, Tensor], given: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
     """What backward reads: inputs, cotangents, and what forward keeps."""
     out = drive.run(plan.forward, inputs, rows, Executable)
@@ -79,10 +85,7 @@ def test_values_with_and_without_memory_given_up(memory: Memory, rows: int):
 
 def test_outputs_go_where_the_caller_says():
     """All that a plan stores may be given memory, sums, selections and maps included; what is left out is allocated."""
-    graph = llama_segment(bf16, SMALL)
-    plan = plan_training(graph, trained(graph))
-    inputs, _, _ = feed_of(graph, 5)
-    forward = Executable(plan.forward)
+    forward, inputs = small()
     want = forward.run(inputs, 5)
     into = {name: torch.full_like(t, torch.nan) for name, t in list(want.items())[::2]}
     found = forward.run(inputs, 5, into=into)
@@ -92,10 +95,7 @@ def test_outputs_go_where_the_caller_says():
 
 def test_odd_addresses_and_strides():
     """What TMA cannot read is copied; the inputs stay as they are, and so does the result."""
-    graph = llama_segment(bf16, SMALL)
-    plan = plan_training(graph, trained(graph))
-    inputs, _, _ = feed_of(graph, 5)
-    forward = Executable(plan.forward)
+    forward, inputs = small()
     want = forward.run(inputs, 5)
 
     def odd(t: Tensor) -> Tensor:
@@ -109,20 +109,18 @@ def test_odd_addresses_and_strides():
 
 def test_weights_side_by_side_are_not_copied():
     """A stack is found where it lies; one whose blocks lie apart is copied, and counted."""
-    graph = llama_segment(bf16, SMALL)
-    plan = plan_training(graph, trained(graph))
-    inputs, _, _ = feed_of(graph, 5)
-    forward = Executable(plan.forward)
+    forward, inputs = small()
+    plan = forward.plan
     want, copies = forward.run(inputs, 5), STATISTICS.copies
     assert forward.run(inputs, 5).keys() == want.keys()
-    assert STATISTICS.copies == copies + len(plan.forward.stacks)
+    assert STATISTICS.copies == copies + len(plan.stacks)
     packed = dict(inputs)
-    for names in plan.forward.stacks:
+    for names in plan.stacks:
         blocks = torch.cat([inputs[n] for n in names]).split([len(inputs[n]) for n in names])
         packed.update(zip(names, blocks, strict=True))
     copies, views = STATISTICS.copies, STATISTICS.views
     found = forward.run(packed, 5)
-    assert (STATISTICS.copies, STATISTICS.views) == (copies, views + len(plan.forward.stacks))
+    assert (STATISTICS.copies, STATISTICS.views) == (copies, views + len(plan.stacks))
     assert all(torch.equal(found[name], t) for name, t in want.items())
 
 

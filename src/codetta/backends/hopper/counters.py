@@ -27,7 +27,7 @@ class Counter:
         return self.address
 
 
-def counter(device: int) -> Counter:
+def next_counter(device: int) -> Counter:
     """The counter of one launch on the current stream of a GPU."""
     first, shared, kept = _counters(device)
     if torch.cuda.is_current_stream_capturing():

@@ -18,12 +18,13 @@ from codetta.backends.hopper import (
 from codetta.backends.hopper.choose import choose
 from codetta.backends.hopper.columns import NotLowered
 from codetta.backends.hopper.config import MMA_REGISTERS, Config
-from codetta.backends.hopper.counters import Counter, prepare
-from codetta.backends.hopper.counters import counter as next_counter
+from codetta.backends.hopper.counters import Counter, next_counter, prepare
 from codetta.backends.hopper.describe import describe
 from codetta.backends.hopper.lowered import Lowered, Sink
 from codetta.backends.reference.evaluate import TORCH
-from codetta.core.types import DType, f32
+from codetta.core.node import Node
+from codetta.core.types import Dim, DType, f32
+from codetta.errors import PlanError
 from codetta.ir.program import Program
 
 # isort: split
@@ -115,10 +116,14 @@ def _empty(dtype: DType, *shape: int) -> Tensor:
     return torch.empty(*shape, dtype=TORCH[dtype], device="cuda")
 
 
+def _numbers(lowered: Lowered) -> dict[str, Any]:
+    """The arguments that are no tensors."""
+    return {**({"partner": 0} if lowered.by_lane else {}), **{s.name: s.inside for s in lowered.statistics}}
+
+
 def _nominal(lowered: Lowered, index: DType | None, config: Config) -> dict[str, Any]:
     m, n = NOMINAL, lowered.cols
-    found: dict[str, Any] = {"partner": 0} if lowered.by_lane else {}
-    found |= {s.name: s.inside for s in lowered.statistics}
+    found = _numbers(lowered)
     for o in lowered.operands:
         start, stop = o.source or (0, n)
         shapes = {"tile": (m, n), "row": (stop - start,), "col": (m,), "scalar": (1,), "table": (m, o.inside)}
@@ -146,6 +151,20 @@ def partial_shape(sink: Sink, rows: int, cols: int, config: Config) -> tuple[int
     return rows, -(-cols // config.tile_n)
 
 
+def sink_shape(lowered: Lowered, sink: Sink, output: Node, rows: int, config: Config) -> tuple[int, ...]:
+    """The shape of what a sink writes for a program's output: sums over rows are as wide as what is summed, and of a
+    range of columns those of all are written (``reduced``)."""
+    own = sink.over_rows and sink.source is None
+    return partial_shape(sink, rows, columns(output.args[0].type.cols) if own else lowered.cols, config)
+
+
+def columns(size: Dim | None) -> int:
+    """A number of columns, which a kernel's outputs must have; PlanError where it is a symbol."""
+    if not isinstance(size, int):
+        raise PlanError(f"a kernel's output needs a known number of columns, not {size}")
+    return size
+
+
 def reduced(sink: Sink, partial: Tensor, config: Config) -> Tensor:
     """The part of what a sink wrote that belongs to its columns."""
     if sink.source is None:
@@ -156,8 +175,7 @@ def reduced(sink: Sink, partial: Tensor, config: Config) -> Tensor:
 
 def values(lowered: Lowered, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, Any]:
     """The kernel's arguments by name, from the program's parameters and its output buffers, in order."""
-    found: dict[str, Any] = {"partner": 0} if lowered.by_lane else {}
-    found |= {s.name: s.inside for s in lowered.statistics}
+    found = _numbers(lowered)
     found |= {g.name: outputs[g.output] for g in lowered.groups}
     for o in lowered.operands:
         t = tensors[o.param]

@@ -131,12 +131,10 @@ class _Lowering:
 
     def _sinks(self, output: int, root: Node) -> list[Sink]:
         kind, x = sink_kind(root), root.args[0]
-        if kind in ("lse", "select") or x.type.cols == self.loads.cols:
-            made = self._sink(output, root, kind, x)
-        else:
-            self._enter(range_of(x, self.loads.acc))
-            made = self._sink(output, root, kind, x)
-            self._enter(None)
+        whole = kind in ("lse", "select") or x.type.cols == self.loads.cols
+        self._enter(None if whole else range_of(x, self.loads.acc))
+        made = self._sink(output, root, kind, x)
+        self._enter(None)
         return made
 
     def _sink(self, output: int, root: Node, kind: SinkKind, x: Node) -> list[Sink]:

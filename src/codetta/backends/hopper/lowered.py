@@ -127,11 +127,6 @@ class Lowered:
         return whole.digest
 
     @property
-    def arguments(self) -> list[str]:
-        """The function's parameters, in order."""
-        return [*accumulators(self.mode), *(o.name for o in self.operands), *(s.name for s in self.statistics)]
-
-    @property
     def by_lane(self) -> bool:
         """Whether the function is called on one of two lanes that are not side by side in memory."""
         return self.mode in BY_LANE

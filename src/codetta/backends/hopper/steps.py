@@ -18,13 +18,11 @@ from torch import Tensor
 from codetta.backends.hopper import memory
 from codetta.backends.hopper.choose import own_kernel
 from codetta.backends.hopper.columns import NotLowered
-from codetta.backends.hopper.gemm import Job, compiled, job_of, launch, operand, partial_shape, reduced, values
-from codetta.backends.hopper.lowered import Sink
+from codetta.backends.hopper.gemm import Job, compiled, job_of, launch, operand, reduced, sink_shape, values
 from codetta.backends.hopper.rows import Bound, RowKernel, Spec
 from codetta.backends.reference.evaluate import TORCH
 from codetta.backends.stacked import STATISTICS, stacked
 from codetta.core.node import Node
-from codetta.core.types import Dim
 from codetta.errors import PlanError
 from codetta.partition.plan import Step
 from codetta.partition.size import dim
@@ -242,7 +240,6 @@ def _fused(step: Step, job: Job, frame: Frame) -> Prepared:
     whole = [(name, v.place) for name, v in given.items() if v.columns is None]
     views = [(name, *v.view) for name, v in given.items() if v.columns is not None]
     cuts = _cuts(step, job, outputs, frame)
-    transposed = form == "tn"
 
     def run(tensors: Tensors, stream: int) -> None:
         left, right = of(tensors)
@@ -260,7 +257,7 @@ def _fused(step: Step, job: Job, frame: Frame) -> Prepared:
             found[name] = tensors[place]
         for name, place, shape, strides, offset in views:
             found[name] = memory.view(tensors[place], shape, strides, offset)
-        launch(plan, operand(form, left) if transposed else left, right, found)
+        launch(plan, operand(form, left), right, found)
         for place, shape, strides, offset in cuts:
             tensors[place] = memory.view(tensors[place], shape, strides, offset)
 
@@ -284,6 +281,7 @@ def _outputs(step: Step, job: Job, frame: Frame) -> tuple[Made, Made, list[tuple
     """The outputs: new ones, those that begin as zeros, and those that are written over a load, by their places."""
     _note(step, [n for _, n in step.program.outputs], frame)
     sinks = {s.output: s for s in job.lowered.sinks}
+    rows = dim(step.program.params[0].type.rows, frame.rows)
     over = frame.over if job.lowered.mode == "element" else {}
     new: Made = []
     zeros: Made = []
@@ -297,14 +295,6 @@ def _outputs(step: Step, job: Job, frame: Frame) -> tuple[Made, Made, list[tuple
         elif sink.kind == "select":  # a row whose index names no column is not written
             zeros.append((place, frame.shapes[store], dtype))
         else:
-            frame.shapes[store] = _partial(step, sink, n, job, frame)
+            frame.shapes[store] = sink_shape(job.lowered, sink, n, rows, job.config)
             new.append((place, frame.shapes[store], torch.float32))
     return new, zeros, same
-
-
-def _partial(step: Step, sink: Sink, n: Node, job: Job, frame: Frame) -> tuple[int, ...]:
-    width = n.args[0].type.cols if sink.over_rows and sink.source is None else job.lowered.cols
-    rows: Dim | None = step.program.params[0].type.rows
-    if not isinstance(width, int):
-        raise PlanError(f"a kernel's output needs a known number of columns, not {width}")
-    return partial_shape(sink, dim(rows, frame.rows), width, job.config)

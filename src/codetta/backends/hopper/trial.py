@@ -15,7 +15,7 @@ from torch import Tensor
 
 from codetta.backends.hopper.binary import resources
 from codetta.backends.hopper.build import in_workers, object_file
-from codetta.backends.hopper.gemm import Job, compiled, job_with, launch, operand, partial_shape, reduced, values
+from codetta.backends.hopper.gemm import Job, columns, compiled, job_with, launch, operand, reduced, sink_shape, values
 from codetta.backends.hopper.rounding import once
 from codetta.backends.hopper.stages import stages_of
 from codetta.backends.hopper.steps import matmul
@@ -23,8 +23,7 @@ from codetta.backends.hopper.tune import Case, Made, Pick, Times
 from codetta.backends.reference.evaluate import TORCH
 from codetta.backends.reference.execute import compile_body
 from codetta.backends.reference.tiles import fold
-from codetta.core.types import Dim, Kind, Type
-from codetta.errors import PlanError
+from codetta.core.types import Kind, Type
 from codetta.ir.program import Program, is_partial
 from codetta.timing import Variant, gemm_filler, measure
 
@@ -51,7 +50,9 @@ class Trial:
         self.loads = [self.a, *(self._operand(p.type, n) for p in program.params[1:])]
         self.sinks = {s.output: s for s in case.lowered.sinks}
         stored = {i: node.type for i, (_, node) in enumerate(program.outputs) if i not in self.sinks}
-        self.tiles = {i: torch.empty(m, _known(t.cols), dtype=TORCH[t.dtype], device=device) for i, t in stored.items()}
+        self.tiles = {
+            i: torch.empty(m, columns(t.cols), dtype=TORCH[t.dtype], device=device) for i, t in stored.items()
+        }
 
     def _normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=self.random, dtype=dtype, device=self.device)
@@ -73,9 +74,7 @@ class Trial:
 
     def _sink(self, i: int, job: Job) -> Tensor:
         sink, node = self.sinks[i], self.case.program.outputs[i][1]
-        part = sink.over_rows and sink.source is None
-        width = _known(node.args[0].type.cols) if part else job.lowered.cols
-        shape = partial_shape(sink, self.rows, width, job.config)
+        shape = sink_shape(job.lowered, sink, node, self.rows, job.config)
         return torch.full(shape, 0.0 if sink.kind == "select" else float("nan"), device=self.device)
 
     def library(self) -> Callable[[], object]:
@@ -192,12 +191,6 @@ class Gpu:
                 progress=lambda done, planned: self.progress(name, done, planned),
             )
         return {pick: timed[str(i)].median for i, pick in enumerate(group)}
-
-
-def _known(size: Dim | None) -> int:
-    if not isinstance(size, int):
-        raise PlanError(f"a kernel's output needs a known number of columns, not {size}")
-    return size
 
 
 def _run(trial: Trial, config: Any) -> Callable[[], object]:

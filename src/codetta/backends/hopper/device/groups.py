@@ -8,7 +8,7 @@ from typing import Any
 
 from codetta.backends.hopper import toolchain  # noqa: F401  prepares what the next imports read
 from codetta.backends.hopper.device.dialect import NAMES
-from codetta.backends.hopper.device.ops import tile_within, within
+from codetta.backends.hopper.device.ops import by_subtile, places_of, tile_within, within
 
 # isort: split
 import cutlass
@@ -95,11 +95,7 @@ class Spread(EpiOp):
             shape, stride = ((2, self.inside), ctx.tile_N // (2 * self.inside)), ((0, 1), 0)
         layout = cute.make_layout((ctx.tile_M, shape), stride=(param.stride[0], stride))
         view = cute.make_tensor(origin, layout)
-        source = ctx.partition_for_epilogue_fn(view)
-        places = ctx.partition_for_epilogue_fn(cute.make_identity_tensor((ctx.tile_M, ctx.tile_N)))
-        source = cute.group_modes(source, 3, cute.rank(source))
-        places = cute.group_modes(places, 3, cute.rank(places))
-        return [source, places, rows, columns]
+        return [by_subtile(ctx, view), places_of(ctx), rows, columns]
 
     @cute.jit
     def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:

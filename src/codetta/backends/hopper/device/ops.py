@@ -166,6 +166,17 @@ def swapped(fragment: Any) -> Any:
     return found
 
 
+def by_subtile(ctx: Any, tensor: Any) -> Any:
+    """A thread's part of something that has a tile's shape: [..., subtile], in the order of its accumulator."""
+    found = ctx.partition_for_epilogue_fn(tensor)
+    return cute.group_modes(found, 3, cute.rank(found))
+
+
+def places_of(ctx: Any) -> Any:
+    """The row and column in the tile of each of a thread's values, by subtile."""
+    return by_subtile(ctx, cute.make_identity_tensor((ctx.tile_M, ctx.tile_N)))
+
+
 FAR = 1 << 16  # a tile that is in no tensor: its address is formed, and nothing is read or written there
 
 
@@ -196,6 +207,6 @@ def other_lane(gemm: Any, half: int, epi_coord: Any) -> tuple[int, Any]:
 
 
 def _load_and_note(gemm: Any, accumulator: Any, target: Any, epi_coord: Any, no_release: bool = False) -> None:
-    """GemmBase.epi_load_acc_subtile, which also leaves the whole accumulator where ``OtherHalf`` finds it."""
+    """GemmBase.epi_load_acc_subtile, which also leaves the whole accumulator where ``Partner`` finds it."""
     gemm.accumulator = accumulator
     cute.autovec_copy(accumulator[None, None, None, epi_coord], target)

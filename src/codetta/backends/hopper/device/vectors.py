@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from codetta.backends.hopper import toolchain  # noqa: F401  prepares what the next imports read
-from codetta.backends.hopper.device.ops import other_lane, swapped, within
+from codetta.backends.hopper.device.ops import other_lane, places_of, swapped, within
 
 # isort: split
 import cutlass
@@ -106,10 +106,8 @@ class Hit(ColLoad):
     @cute.jit
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
         source = ColLoad.begin(self, gemm, param, smem_tensor, ctx)[0]
-        places = ctx.partition_for_epilogue_fn(cute.make_identity_tensor((ctx.tile_M, ctx.tile_N)))
         source = cute.group_modes(source, 3, cute.rank(source))
-        places = cute.group_modes(places, 3, cute.rank(places))
-        return [source, places, ctx.tile_coord_mnkl[1] * ctx.tile_N]
+        return [source, places_of(ctx), ctx.tile_coord_mnkl[1] * ctx.tile_N]
 
     @cute.jit
     def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
