@@ -123,9 +123,8 @@ def model(s: Shape, device: str) -> Subject:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-Measurement = tuple[
-    float, torch.dtype, int, bool
-]  # the error, the tensor's dtype and dimensions, whether it is a scalar
+# The error, the tensor's dtype and dimensions, whether it is a scalar, and then its error with a sign.
+Measurement = tuple[float, torch.dtype, int, bool, float]
 
 
 @dataclass(frozen=True)
@@ -137,6 +136,7 @@ class Row:
     errors: dict[str, float]
     pair: Errors
     problem: str
+    signed: dict[str, list[float]]  # of a scalar: its error over the value, seed by seed, which shows a bias
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,16 @@ def measure(subject: Subject, tokens: Sequence[int], seeds: int) -> Iterator[Mea
                 exact = named(oracle(batch, seed))
                 for way, step in ways.items():
                     for name, t in named(step(batch, seed)).items():
-                        error = relative_error(t, exact[name]), t.dtype, t.dim(), t.numel() == 1
-                        found.setdefault(name, {}).setdefault(way, []).append(error)
+                        found.setdefault(name, {}).setdefault(way, []).append(measured(t, exact[name]))
                 del exact
             yield judged(subject, count, seeds, found, perf_counter() - begin)
+
+
+def measured(t: Tensor, exact: Tensor) -> Measurement:
+    """One tensor beside its exact value."""
+    scalar = t.numel() == 1
+    signed = float(t.double() / exact.double() - 1) if scalar else 0.0
+    return relative_error(t, exact), t.dtype, t.dim(), scalar, signed
 
 
 def named(step: Step) -> dict[str, Tensor]:
@@ -205,12 +211,13 @@ def judged(
     """Pooled, grouped, and held against the bar."""
     rows = []
     for name, ways in found.items():
-        _, dtype, dim, scalar = ways["eager"][0]
+        _, dtype, dim, scalar, _ = ways["eager"][0]
         errors = {w: [e for e, *_ in ways[w]] for w in WAYS}
         pairs = [Errors(a, b, dtype, scalar) for a, b in zip(errors["codetta"], errors["eager"], strict=True)]
         means = {w: pooled([Errors(e, e, dtype, scalar) for e in errors[w]]).ours for w in WAYS}
         pair = pooled(pairs)
-        rows.append(Row(name, subject.group(name, dim), means, pair, BAR.why_not(pair) or ""))
+        signed = {w: [m[-1] for m in ways[w]] for w in WAYS} if scalar else {}
+        rows.append(Row(name, subject.group(name, dim), means, pair, BAR.why_not(pair) or "", signed))
     together = BAR.why_not_all(r.pair for r in rows) or ""
     return Measured(subject.part, subject.sizes, tokens, seeds, tuple(rows), together, seconds)
 
@@ -263,7 +270,14 @@ def to_json(results: Sequence[Measured], device: str) -> dict[str, Any]:
                 "geometric_mean": mean_ratio(r.pair for r in t.rows),
                 "groups": t.groups(),
                 "tensors": [
-                    {"name": r.name, "group": r.group, **r.errors, "ratio": r.pair.ratio, "ok": not r.problem}
+                    {
+                        "name": r.name,
+                        "group": r.group,
+                        **r.errors,
+                        "ratio": r.pair.ratio,
+                        "ok": not r.problem,
+                        "signed": r.signed,
+                    }
                     for r in t.rows
                 ],
             }

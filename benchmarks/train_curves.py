@@ -1,13 +1,17 @@
-"""Trains a tiny and a larger Llama in bfloat16 on real text, eager and through codetta, and compares the loss curves.
+"""Trains Llamas in bfloat16 on real text, through codetta and another way, and compares the loss curves.
 
-All runs of a model see the same batches. Runs of one seed start from the same weights, so what lies between eager and
-codetta is rounding; what lies between two seeds of eager is chance. The first should be below the second.
+All runs of a model see the same batches. Runs of one seed start from the same weights, so what lies between two ways is
+rounding; what lies between two seeds of one way is chance. The first should be below the second. Where both ways have
+three seeds, their mean curves are compared: the distance should be below the range of a way's seeds.
 
     python benchmarks/train_curves.py --out benchmarks/results --parallel
+    python benchmarks/train_curves.py --out out --models llama-100m --ways inductor codetta --seeds 0 1 2 \
+        --steps 1000 --parallel --budget 300
     python benchmarks/train_curves.py --out /tmp/curves --device cpu --small
 
 With ``--parallel`` each model and each way is a process of its own on the one GPU: their times say nothing then, their
-losses are the same. What is finished is in the folder after each run.
+losses are the same. The curves so far are in the folder all the time; behind ``--budget`` seconds all is ended, and
+what there is is compared. ``--resume`` keeps the whole runs that the folder has.
 """
 
 from __future__ import annotations
@@ -18,17 +22,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
-import matplotlib as mpl
 import torch
+from curves import OURS, Compared, Run, Subject, draw, table, to_json, verdicts
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from codetta.audit.corpus import Corpus, standard_library
@@ -36,26 +38,12 @@ from codetta.audit.models import PRESETS, Preset, random_model
 from codetta.audit.runs import many_compilations
 from codetta.capture.backend import backend
 
-mpl.use("Agg")
-from matplotlib import pyplot
-
 RATE, WARM_UP, CLIP, BETAS, DECAY = 1e-3, 20, 1.0, (0.9, 0.95), 0.1  # the demo's recipe
 RUNS = (("eager", 0), ("codetta", 0), ("eager", 1), ("eager", 2), ("codetta", 1))
-WAYS = ("eager", "codetta")
-SMOOTH = 20  # losses of so many steps are averaged before they are compared
+WAYS = ("eager", "inductor", "codetta")
 JUDGED = 32  # windows of held-out text
-LAST = 100
+EVERY = 50  # steps, after which the curves so far are written
 RESULT = "train_curves.json"
-SHOWN = (1, 2, 5, 10, 20, 50, 100, 150, 200, 250, 300)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model and the batches that it is trained on: sequences, tokens each."""
-
-    name: str
-    preset: Preset
-    shape: tuple[int, int]
 
 
 SUBJECTS = (
@@ -68,257 +56,160 @@ SMALL = (
 )
 
 
-@dataclass
-class Run:
-    """One training run."""
-
-    way: str
-    seed: int
-    losses: list[float] = field(default_factory=list)
-    held_out: float = float("nan")
-    seconds: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """How tables and pictures call it."""
-        return f"{self.way}, seed {self.seed}"
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The runs of one model so far, and how far they are apart."""
-
-    subject: Subject
-    parameters: int
-    runs: tuple[Run, ...]
-
-    @property
-    def complete(self) -> bool:
-        """Whether all runs are there; else there is nothing to compare yet."""
-        return {(r.way, r.seed) for r in self.runs} == set(RUNS)
-
-    @property
-    def same_seed(self) -> list[tuple[Run, Run]]:
-        """Codetta's runs, each with eager's of the same seed."""
-        eager = {r.seed: r for r in self.runs if r.way == "eager"}
-        return [(r, eager[r.seed]) for r in self.runs if r.way == "codetta" and r.seed in eager]
-
-    @property
-    def two_seeds(self) -> list[tuple[Run, Run]]:
-        """All pairs of eager's runs."""
-        return list(itertools.combinations([r for r in self.runs if r.way == "eager"], 2))
-
-    @property
-    def apart(self) -> list[float]:
-        """Smoothed |codetta - eager| of the same seed, a mean over the seeds, step by step."""
-        return distance(self.same_seed)
-
-    @property
-    def spread(self) -> list[float]:
-        """Smoothed |eager - eager| of two seeds, a mean over all pairs, step by step."""
-        return distance(self.two_seeds)
-
-    @property
-    def checks(self) -> dict[str, tuple[float, float]]:
-        """What was found, and what it must not exceed; nothing while runs are missing."""
-        if not self.complete:
-            return {}
-        ours, theirs = (fmean(abs(a.held_out - b.held_out) for a, b in p) for p in (self.same_seed, self.two_seeds))
-        return {
-            "training loss, mean over all steps": (fmean(self.apart), fmean(self.spread)),
-            f"training loss, mean over the last {LAST}": (fmean(self.apart[-LAST:]), fmean(self.spread[-LAST:])),
-            "loss on held-out text": (ours, theirs),
-        }
-
-    @property
-    def ok(self) -> bool:
-        """Whether all of it holds."""
-        return self.complete and all(found <= allowed for found, allowed in self.checks.values())
-
-
-def distance(pairs: Sequence[tuple[Run, Run]]) -> list[float]:
-    """The distance of two smoothed curves, a mean over pairs; empty where there are none."""
-    if not pairs:
-        return []
-    curves = [[abs(a - b) for a, b in zip(smooth(x.losses), smooth(y.losses), strict=True)] for x, y in pairs]
-    return [fmean(at) for at in zip(*curves, strict=True)]
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Each value averaged with those before it, at most ``SMOOTH`` of them."""
-    return [fmean(values[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(values))]
-
-
 def placed(batch: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
     """A batch on the device."""
     return {name: t.to(device) for name, t in batch.items()}
 
 
-def train(run: Run, subject: Subject, corpus: Corpus, steps: int, device: str) -> int:
-    """Train and judge one run; the number of its parameters."""
-    model = random_model(subject.preset.config(), torch.bfloat16, run.seed).to(device)
+@dataclass(frozen=True)
+class Trainee:
+    """A model, and the way in which it is called. Runs of other seeds get other weights in the same memory, so that
+    nothing is compiled twice."""
+
+    subject: Subject
+    model: nn.Module
+    call: Callable[..., Any]
+    device: str
+
+    @property
+    def parameters(self) -> int:
+        """Their number."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def train(self, run: Run, corpus: Corpus, steps: int) -> Iterator[Run]:
+        """Train and judge one run; it is given with its losses so far every now and then, and at the end."""
+        weights = random_model(self.subject.preset.config(), torch.bfloat16, run.seed)
+        self.model.load_state_dict(weights.state_dict())
+        parameters, rate = list(self.model.parameters()), RATE
+        fused = self.device != "cpu" or None
+        optimizer = torch.optim.AdamW(parameters, lr=rate, betas=BETAS, weight_decay=DECAY, fused=fused)
+        losses, begin = [], perf_counter()
+        for i in range(steps):
+            loss = self.call(**placed(corpus.fresh(i, self.subject.shape), self.device)).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, CLIP)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (i + 1) / WARM_UP)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            if len(losses) == EVERY:
+                run.losses += torch.stack(losses).tolist()
+                losses = []
+                yield run
+        run.losses += torch.stack(losses).tolist() if losses else []
+        run.seconds = perf_counter() - begin
+        with torch.no_grad():  # by the eager model, whichever way the weights were trained
+            judged = placed(corpus.judge(JUDGED, self.subject.shape[1]), self.device)
+            run.held_out = self.model(**judged).loss.item()
+        yield run
+
+
+def trainee(subject: Subject, way: str, device: str) -> Trainee:
+    """A model called in one of ``WAYS``."""
+    model = random_model(subject.preset.config(), torch.bfloat16, 0).to(device)
+    if way == "eager":
+        return Trainee(subject, model, model, device)
+    if way == "inductor":  # on a CPU it would compile for minutes: what is tried there is the script
+        inner = "inductor" if device == "cuda" else "aot_eager"
+        return Trainee(subject, model, torch.compile(model, dynamic=False, backend=inner), device)
     options = {"logits": "never", "kernels": "hopper" if device == "cuda" else "auto"}  # nobody reads the logits
-    call: Callable[..., Any] = (
-        torch.compile(model, backend=partial(backend, options=options), dynamic=False)
-        if run.way == "codetta"
-        else model
-    )
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=BETAS, weight_decay=DECAY, fused=device != "cpu" or None
-    )
-    losses, begin = [], perf_counter()
-    for i in range(steps):
-        loss = call(**placed(corpus.batch(i, subject.shape), device)).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (i + 1) / WARM_UP)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    run.losses = torch.stack(losses).tolist()
-    run.seconds = perf_counter() - begin
-    with torch.no_grad():  # by the eager model, whichever way the weights were trained
-        run.held_out = model(**placed(corpus.judge(JUDGED, subject.shape[1]), device)).loss.item()
-    return sum(p.numel() for p in model.parameters())
+    ours = torch.compile(model, backend=partial(backend, options=options), dynamic=False)
+    return Trainee(subject, model, ours, device)
 
 
 Found = dict[str, Compared]  # by the model's name
+Wanted = tuple[tuple[str, int], ...]  # ways and seeds
 
 
-def add_run(found: Found, subject: Subject, parameters: int, run: Run) -> None:
-    """One more run of a model, in the order of ``RUNS``."""
+def wanted_of(given: argparse.Namespace) -> Wanted:
+    """The runs asked for, in their order."""
+    runs = itertools.product(given.ways, given.seeds) if given.seeds else (r for r in RUNS if r[0] in given.ways)
+    return tuple(runs)
+
+
+def add_run(found: Found, subject: Subject, parameters: int, run: Run, wanted: Wanted) -> None:
+    """One more run of a model, or more of one, in the order of those wanted."""
     others = found[subject.name].runs if subject.name in found else ()
-    runs = sorted([*others, run], key=lambda r: RUNS.index((r.way, r.seed)))
-    found[subject.name] = Compared(subject, parameters, tuple(runs))
+    known = {(r.way, r.seed): r for r in (*others, run)}
+    found[subject.name] = Compared(subject, parameters, wanted, tuple(known[w] for w in wanted if w in known))
 
 
 def one_by_one(given: argparse.Namespace, subjects: Sequence[Subject], console: Console) -> Iterator[Found]:
     """The runs asked for, one after another in this process."""
-    corpus, found = standard_library(), Found()
-    for subject in subjects:
-        for way, seed in (r for r in RUNS if r[0] in given.ways):
-            torch._dynamo.reset()
-            run = Run(way, seed)
-            with many_compilations():
-                parameters = train(run, subject, corpus, given.steps, given.device)
-            add_run(found, subject, parameters, run)
-            took = f"{len(run.losses)} steps in {run.seconds:.0f} s, last {run.losses[-1]:.4f}"
-            console.print(f"{subject.name}, {run.name}: {took}")
-            yield found
+    corpus, found, wanted = standard_library(deep=True), Found(), wanted_of(given)
+    if given.resume:
+        read(given.out / RESULT, found, subjects, wanted, given.steps)
+    for subject, way in itertools.product(subjects, given.ways):
+        done = {(r.way, r.seed) for r in found[subject.name].runs} if subject.name in found else set()
+        runs = [Run(w, seed) for w, seed in wanted if w == way and (w, seed) not in done]
+        if not runs:
+            continue
+        torch._dynamo.reset()
+        with many_compilations():
+            model = trainee(subject, way, given.device)
+            for run in runs:
+                for now in model.train(run, corpus, given.steps):
+                    add_run(found, subject, model.parameters, now, wanted)
+                    yield found
+                took = f"{len(run.losses)} steps in {run.seconds:.0f} s, last {run.losses[-1]:.4f}"
+                console.print(f"{subject.name}, {run.name}: {took}")
 
 
 def side_by_side(given: argparse.Namespace, subjects: Sequence[Subject], console: Console) -> Iterator[Found]:
-    """A process for each model and way; what they have finished is read from their folders."""
-    workers = []
+    """A process for each model and way; what they have so far is read from their folders."""
+    workers, until, wanted = [], monotonic() + given.budget, wanted_of(given)
     for subject, way in itertools.product(subjects, given.ways):
         folder = given.out / "parts" / f"{subject.name}-{way}".replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT).unlink(missing_ok=True)
+        if not given.resume:
+            (folder / RESULT).unlink(missing_ok=True)
         asked = ["--models", subject.name, "--ways", way, "--out", folder, "--device", given.device]
-        more = ["--steps", given.steps, *(["--small"] if given.small else [])]
-        command = [sys.executable, __file__, *map(str, [*asked, *more])]
+        more = ["--steps", given.steps, *(["--small"] * given.small), *(["--resume"] * given.resume)]
+        seeds = ["--seeds", *given.seeds] if given.seeds else []
+        command = [sys.executable, __file__, *map(str, [*asked, *more, *seeds])]
         with (folder / "log").open("w") as log:
             workers.append((folder, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)))
-    seen = 0
-    while True:
-        running = any(process.poll() is None for _, process in workers)  # asked first: the last result is not missed
-        found = Found()
-        for folder, _ in workers:
-            read(folder / RESULT, found, subjects)
-        if (count := sum(len(c.runs) for c in found.values())) > seen:
-            seen = count
-            yield found
-        if not running:
-            break
-        sleep(0.5)
-    for folder, process in workers:
-        if process.returncode:
-            tail = (folder / "log").read_text()[-2000:]
-            console.print(f"{folder.name}, exit {process.returncode}:\n{tail}", markup=False)
+    try:
+        seen = 0
+        while True:
+            running = any(p.poll() is None for _, p in workers)  # asked first: the last result is not missed
+            found = Found()
+            for folder, _ in workers:
+                read(folder / RESULT, found, subjects, wanted)
+            if (count := sum(len(r.losses) for c in found.values() for r in c.runs)) > seen:
+                seen = count
+                yield found
+            if not running or monotonic() > until:
+                break
+            sleep(1.0)
+    finally:
+        for folder, process in workers:
+            if process.poll() is None:
+                process.kill()
+                console.print(f"{folder.name}: ended after {given.budget:.0f} s")
+            elif process.returncode:
+                tail = (folder / "log").read_text()[-2000:]
+                console.print(f"{folder.name}, exit {process.returncode}:\n{tail}", markup=False)
 
 
-def read(path: Path, found: Found, subjects: Sequence[Subject]) -> None:
-    """Add the runs of a file, if it is there and whole."""
+def read(path: Path, found: Found, subjects: Sequence[Subject], wanted: Wanted, steps: int = 0) -> None:
+    """Add the runs of a file, if it is there; with ``steps``, those that are whole."""
     try:
         models = json.loads(path.read_text())["models"]
-    except (FileNotFoundError, json.JSONDecodeError):  # not yet, or just being written
+    except FileNotFoundError:
         return
     for model, subject in ((m, s) for m in models for s in subjects if s.name == m["name"]):
-        for r in model["runs"]:
-            add_run(found, subject, model["parameters"], Run(**r))
+        for run in (Run(**r) for r in model["runs"]):
+            if not steps or (run.held_out is not None and len(run.losses) == steps):
+                add_run(found, subject, model["parameters"], run, wanted)
 
 
-def table(found: Compared) -> Table:
-    """Losses by step, and what they say."""
-    p, shape = found.subject.preset, found.subject.shape
-    title = (
-        f"{found.subject.name}: {found.parameters / 1e6:.1f} M parameters, {p.layers} layers of {p.hidden}, bf16, "
-        f"{shape[0]} x {shape[1]} tokens a step"
-    )
-    apart, spread = found.apart, found.spread
-    columns = ("loss at step", *(r.name for r in found.runs), "|codetta - eager|", "between seeds")
-    result = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
-    total = len(found.runs[0].losses)
-    for step in dict.fromkeys([*(s for s in SHOWN if s < total), total]):
-        values = (f"{r.losses[step - 1]:.4f}" for r in found.runs)
-        result.add_row(str(step), *values, *(f"{d[step - 1]:.1e}" if d else "" for d in (apart, spread)))
-    result.add_row("held-out text", *(f"{r.held_out:.4f}" for r in found.runs))
-    return result
-
-
-def verdicts(results: Sequence[Compared]) -> Table:
-    """What was promised, found and allowed."""
-    result = Table("", "|codetta - eager| below eager's own spread", "found", "allowed", box=None, pad_edge=False)
-    for found in results:
-        for name, (value, most) in found.checks.items():
-            state = "[green]yes[/green]" if value <= most else "[red]NO[/red]"
-            result.add_row(state, f"{found.subject.name}: {name}", f"{value:.2e}", f"{most:.2e}")
-    return result
-
-
-def draw(results: Sequence[Compared], path: Path) -> None:
-    """A row a model: the curves, and how far apart they are."""
-    size = (10, 3.4 * len(results))
-    figure, grid = pyplot.subplots(len(results), 2, figsize=size, layout="constrained", dpi=110, squeeze=False)
-    colors = {("eager", 0): "#b8bec8", ("codetta", 0): "#d1495b"}
-    for found, (left, right) in zip(results, grid, strict=True):
-        for r in found.runs:
-            first = (r.way, r.seed) == ("eager", 0)
-            color = colors.get((r.way, r.seed), "#7fa3c7" if r.way == "eager" else "#e8a0a9")
-            left.plot(range(1, len(r.losses) + 1), r.losses, color=color, lw=5.0 if first else 1.0, label=r.name)
-        left.set(title=f"{found.subject.name}: {found.parameters / 1e6:.0f} M parameters", xlabel="step")
-        left.set(ylabel="loss (nats per byte)")
-        right.plot(range(1, len(found.apart) + 1), found.apart, color="#d1495b", label="|codetta - eager|, same seed")
-        right.plot(range(1, len(found.spread) + 1), found.spread, color="#7fa3c7", label="|eager - eager|, two seeds")
-        right.set(title=f"differences, smoothed over {SMOOTH} steps", xlabel="step", yscale="log")
-        for axes in (left, right):
-            axes.legend(frameon=False, fontsize=8)
-            axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def to_json(results: Sequence[Compared], device: str) -> dict[str, Any]:
-    """Everything that was measured, with what it ran on."""
-    return {
-        "ok": all(r.ok for r in results),
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "torch": torch.__version__,
-        "command": sys.argv,
-        "models": [
-            {
-                "name": found.subject.name,
-                "parameters": found.parameters,
-                "shape": found.subject.shape,
-                "checks": {n: {"found": f, "allowed": a, "ok": f <= a} for n, (f, a) in found.checks.items()},
-                "apart": found.apart,
-                "spread": found.spread,
-                "runs": [asdict(r) for r in found.runs],
-            }
-            for found in results
-        ],
-    }
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """As JSON, all at once: who reads or is cut off meanwhile has the file as it was or as it is."""
+    other = path.with_suffix(".new")
+    other.write_text(json.dumps(found, indent=1))
+    other.replace(path)
 
 
 def main() -> int:
@@ -329,8 +220,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--small", action="store_true", help="small models and batches, to try the script")
     parser.add_argument("--models", nargs="+", help=f"instead of {' and '.join(s.name for s in SUBJECTS)}")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=["eager", OURS], choices=WAYS)
+    parser.add_argument("--seeds", nargs="+", type=int, help="of every way, instead of three of eager and two of ours")
     parser.add_argument("--parallel", action="store_true", help="each model and way in a process of its own")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which --parallel ends all")
+    parser.add_argument("--resume", action="store_true", help="keep the whole runs that the folder has")
     given = parser.parse_args()
     console, begin = Console(width=160), perf_counter()
     subjects = [s for s in (SMALL if given.small else SUBJECTS) if given.models is None or s.name in given.models]
@@ -338,11 +232,11 @@ def main() -> int:
     results: list[Compared] = []
     for found in (side_by_side if given.parallel else one_by_one)(given, subjects, console):
         results = list(found.values())
-        (given.out / RESULT).write_text(json.dumps(to_json(results, given.device), indent=1))
-        if len(given.ways) == len(WAYS):
-            draw(results, given.out / "train_curves.png")
-    if len(given.ways) < len(WAYS):  # there is nothing to compare
+        write(given.out / RESULT, to_json(results, given.device))
+    if OURS not in given.ways or len(given.ways) == 1:  # there is nothing to compare
         return 0
+    if results:
+        draw(results, given.out / "train_curves.png")
     for compared in results:
         console.print("", table(compared))
     console.print("", verdicts(results), "", f"{perf_counter() - begin:.0f} s in all")

@@ -5,8 +5,8 @@ Needs accelerate (pip install accelerate).
 python examples/train_with_trainer.py          needs no GPU
 python examples/train_with_trainer.py cuda     on one: a wider model under bfloat16 autocast, through kernels
 
-``TrainingArguments(torch_compile_backend="codetta")`` would be the same, but accelerate takes only the names of a fixed
-list. So the model is compiled in place: what is saved has the usual names, and needs no codetta to be read.
+accelerate, which compiles the model for the Trainer, takes only the names of a fixed list, so codetta's is registered
+with it. What is saved has the usual names, and needs no codetta to be read.
 """
 
 import sys
@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import codetta
 
 LENGTH = 64
 
@@ -44,7 +46,7 @@ def rows() -> list[dict[str, Tensor]]:
 def main(device: str = "cpu") -> None:
     torch.manual_seed(0)
     model = build(64 if device == "cpu" else 1024)
-    model.compile(backend="codetta")  # the only line that is not plain transformers
+    codetta.register_with_accelerate()  # this line and the backend's name are all that is not plain transformers
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -56,6 +58,7 @@ def main(device: str = "cpu") -> None:
             save_steps=30,
             use_cpu=device == "cpu",
             bf16=device != "cpu",
+            torch_compile_backend="codetta",
             report_to=[],
             disable_tqdm=True,
         )

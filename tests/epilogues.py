@@ -83,6 +83,17 @@ def swiglu_backward(acc: Tensor, z: Tensor, r: Tensor) -> tuple[Tensor, ...]:
     return dz * r[:, None], (dz * z.detach()).sum(1), y.detach()
 
 
+def murmur(seed: Tensor, rows: int, cols: int) -> Tensor:
+    """MurmurHash3's finaliser over seed, row and column, as numbers in [0, 1) of 24 bits."""
+    h = torch.tensor(0x9E3779B9)
+    for counter in (seed, torch.arange(rows)[:, None], torch.arange(cols)):
+        h = (h + counter * 0x9E3779B1) % 2**32
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            h = (h ^ (h >> shift)) * factor % 2**32
+        h = h ^ (h >> 16)
+    return (h >> 8) / 2**24
+
+
 Expected = Callable[..., tuple[Tensor, ...]]
 CASES: dict[str, tuple[Program, Expected]] = {
     "residual_rms": (
@@ -213,6 +224,17 @@ CASES: dict[str, tuple[Program, Expected]] = {
         lambda acc, r, b, e, f: (
             rotate_adjacent((acc * r[:, None] + b)[:, :384], e, f, 6),
             (acc * r[:, None] + b)[:, 384:],
+        ),
+    ),
+    "dropout": (
+        program(
+            "kept = random(seed, row_index(acc), column_index(acc)) >= 0.25\n"
+            "    return dict(y=to(x + where(kept, acc * 1.5, 0.0), bf16), s=sum_col(where(kept, acc, 0.0)))",
+            "Tile[264, f32], x: Tile[264, bf16], seed: Scalar[i64]",
+        ),
+        lambda acc, x, seed: (
+            x + acc * 1.5 * (murmur(seed, *acc.shape) >= 0.25),
+            (acc * (murmur(seed, *acc.shape) >= 0.25)).sum(0),
         ),
     ),
     "group_scale": (

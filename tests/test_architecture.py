@@ -26,6 +26,7 @@ ROOMS = (
     ("testing",),
     ("audit",),
     ("bench",),
+    ("author",),
     ("cli",),
 )
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
@@ -41,13 +42,24 @@ LATE_IMPORTS = {
     "bench/contenders.py": "Liger, a peer that few have",
     "bench/loss.py": "Liger and QuACK, peers that few have",
     "bench/peers.py": "Liger, FlashInfer and QuACK, peers that few have",
+    "capture/trainer.py": "accelerate, which only a Trainer needs",
     "cli/__init__.py": "a command is loaded when it is called",
     "lang/trace.py": "vjp() and run() of an epilogue: the work lies in runtime, the author's handle here",
 }
 LATE_ROOM = "runtime"  # the one room that a late import may reach to the right for
 # Packages that a user may not have. They are imported inside functions of these rooms only; the kernels' package,
 # which is loaded late as a whole, imports its own at the top.
-OPTIONAL = {"cutlass", "liger_kernel", "matplotlib", "quack", "torchtitan", "transformers", "triton", "tvm_ffi"}
+OPTIONAL = {
+    "accelerate",
+    "cutlass",
+    "liger_kernel",
+    "matplotlib",
+    "quack",
+    "torchtitan",
+    "transformers",
+    "triton",
+    "tvm_ffi",
+}
 LATE_OPTIONAL = {"audit", "bench", "cli"}
 KERNELS = "backends/hopper/"
 # QuACK and CuTe DSL take their target and their cache from the environment alone: it is set for them here.

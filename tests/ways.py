@@ -86,8 +86,8 @@ def agree(
     """Compare all outputs and gradients with float64 and eager, and return what was captured.
 
     ``wide`` is the module for float64, by default a copy; ``prepare`` gives the module the weights of a seed;
-    ``upstream`` are the incoming gradients, by default random. The forward plans must have ``gemms`` GEMMs, by default
-    any: an empty capture would agree with everything."""
+    ``upstream`` are the incoming gradients, by default random. The forward plans and loss heads must have ``gemms``
+    GEMMs, by default any: an empty capture would agree with everything."""
     ours = compiled(module.to(DEVICE), **options)
     errors: dict[str, list[Errors]] = {}
     with recording() as found, unwritten_memory_is_nan():
@@ -102,7 +102,7 @@ def agree(
     pools = {name: pooled(es) for name, es in errors.items()}
     misses = [f"{name}: {why}" for name, e in pools.items() if (why := BARS.get(e.dtype, Bar()).why_not(e)) is not None]
     assert not misses, "\n".join(misses)
-    count = sum(plan.count("gemm") for plan in forward_plans(found))
+    count = sum(plan.count("gemm") for plan in forward_plans(found)) + sum(len(g.heads) for g in found)
     assert count > 0 if gemms is None else count == gemms, f"{count} GEMMs captured"
     return found
 

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from codetta.audit.explain import explain as explain
     from codetta.audit.verify import verify as verify
     from codetta.capture.backend import backend as backend
+    from codetta.capture.trainer import register_with_accelerate as register_with_accelerate
     from codetta.core.types import bf16 as bf16
     from codetta.core.types import boolean as boolean
     from codetta.core.types import f16 as f16
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from codetta.core.types import f64 as f64
     from codetta.core.types import i32 as i32
     from codetta.core.types import i64 as i64
+    from codetta.errors import AuthorError as AuthorError
     from codetta.errors import BlockLocalError as BlockLocalError
     from codetta.errors import CaptureError as CaptureError
     from codetta.errors import CodettaError as CodettaError
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from codetta.lang.trace import leftover as leftover
     from codetta.nn.linear_cross_entropy import LossMetrics as LossMetrics
     from codetta.nn.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from codetta.runtime.operator import Operator as Operator
+    from codetta.runtime.operator import op as op
     from codetta.runtime.pack import pack_ as pack_
 
     # fmt: off
@@ -81,8 +85,10 @@ _EXPORTS = {
     "codetta.audit.explain": ("explain",),
     "codetta.audit.verify": ("verify",),
     "codetta.capture.backend": ("backend",),
+    "codetta.capture.trainer": ("register_with_accelerate",),
     "codetta.core.types": ("bf16", "boolean", "f16", "f32", "f64", "i32", "i64"),
     "codetta.errors": (
+        "AuthorError",
         "BlockLocalError",
         "CaptureError",
         "CodettaError",
@@ -99,6 +105,7 @@ _EXPORTS = {
     "codetta.lang.source": ("parse_program", "program_text"),
     "codetta.lang.trace": ("Epilogue", "epilogue", "finalize", "leftover"),
     "codetta.nn.linear_cross_entropy": ("LossMetrics", "linear_cross_entropy"),
+    "codetta.runtime.operator": ("Operator", "op"),
     "codetta.runtime.pack": ("pack_",),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}

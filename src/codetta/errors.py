@@ -1,6 +1,7 @@
 """What goes wrong in codetta, told in the user's words: the message, the line it is about, and the way out."""
 
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,19 @@ class SourceLine:
 class CodettaError(Exception):
     """Anything that codetta refuses or fails at; catch this to catch them all."""
 
-    def __init__(self, message: str, *, where: SourceLine | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, where: SourceLine | None = None, hint: str | None = None, write: str | None = None
+    ) -> None:
+        """``where`` is the line, ``hint`` the way out in words, ``write`` the code that should stand there."""
         super().__init__(message)
         self.message = message
         self.where = where
         self.hint = hint
+        self.write = write
+
+    def told(self, message: str, where: SourceLine | None) -> Self:
+        """The same with other words and another line."""
+        return type(self)(message, where=where, hint=self.hint, write=self.write)
 
     def __str__(self) -> str:
         lines = [self.message]
@@ -31,6 +40,9 @@ class CodettaError(Exception):
             lines.append(f"  at {self.where}")
         if self.hint is not None:
             lines.append(f"  hint: {self.hint}")
+        if self.write is not None:
+            first, *rest = self.write.splitlines()
+            lines += [f"  write: {first}", *(f"         {line}" for line in rest)]
         return "\n".join(lines)
 
 
@@ -60,6 +72,10 @@ class PlanError(CodettaError):
 
 class SettingsError(CodettaError):
     """An environment variable or an option with a value that means nothing."""
+
+
+class AuthorError(CodettaError):
+    """An epilogue file that cannot be checked: no program, no reference, a reference that does not fit."""
 
 
 class VerifyError(CodettaError):

@@ -1,5 +1,6 @@
-"""The README and docs/explain.md name what there is, and nothing else."""
+"""The README, docs/explain.md and docs/conditions.md name what there is, and nothing else."""
 
+import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -39,3 +40,25 @@ def test_files_that_are_linked_exist():
         base = ROOT if page is README else ROOT / "docs"
         for link in re.findall(r"\]\((?!http)([^)#]+)", page):
             assert (base / link).exists(), link
+
+
+def test_conditions_are_where_the_page_says():
+    """Each row names tests, which name the condition."""
+    page = (ROOT / "docs" / "conditions.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (C\d\d) \| [^|]+ \| ([^|]+) \|", page, re.M))
+    assert list(rows) == [f"C{i:02}" for i in range(1, 35)]
+    named: dict[str, set[str]] = {c: set() for c in rows}
+    on_models = "families/test_conditions"
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        name = file.relative_to(ROOT / "tests").with_suffix("").as_posix()
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        documented = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.FunctionDef, ast.ClassDef))]
+        texts = [text for n in documented if (text := ast.get_docstring(n)) and "are in test_" not in text]
+        for c in {c for text in texts for c in re.findall(r"\bC\d\d\b", text)} & named.keys():
+            named[c].add(name)
+    for c, cell in rows.items():
+        files = set(re.findall(r"`([^`]+)`", cell))
+        assert files, c
+        assert files <= named[c], c
+    marked = set(re.findall(r"^\| (C\d\d) .* \| yes \|$", page, re.M))
+    assert marked == {c for c, files in named.items() if on_models in files}

@@ -14,7 +14,7 @@ from codetta.autodiff.reverse import gradients
 from codetta.core.node import Node, postorder
 from codetta.core.types import bf16, colvec, f32, f64, i32, rowvec, table, tile
 from codetta.ir import ops
-from codetta.ir.build import add, apply, cast, input_, join, matmul, mul, neg, part, parts, select_column, sub
+from codetta.ir.build import add, apply, cast, input_, join, matmul, mul, neg, part, parts, select_column, sub, where
 from codetta.ir.graph import Graph
 from codetta.ir.split import columns, halves
 from graphs import rope_halves
@@ -127,14 +127,28 @@ def test_the_inner_product_moves_through_a_linear_map_to_the_outputs():
     assert leaves(found[S]) == {"d q", "d k", "kept q", "kept k", "s"}
 
 
-def test_a_bias_on_the_way_is_subtracted_again():
+@pytest.mark.parametrize("z", [add(Y, B), add(B, Y)], ids=["bias last", "bias first"])
+def test_a_bias_on_the_way_is_subtracted_again(z: Node):
     """<g, m> = <g, m + b> - <g, b>: qkv with biases, rotated."""
     cos, sin = input_("cos", table(4, f64)), input_("sin", table(4, f64))
-    z = add(Y, B)
     graph = Graph((X, W, S, B, cos, sin), (("q", rope_halves(z, cos, sin, 2)),))
     found = expect_gradients(graph, S, X, W, B, kept=("q",))
     assert not {"x", "w"} & leaves(found[S])
-    expect_gradients(Graph((X, W, S, B), (("z", add(B, Y)),)), S, B, kept=("z",))
+    expect_gradients(Graph((X, W, S, B), (("z", z),)), S, B, kept=("z",))
+
+
+@pytest.mark.parametrize("kept_first", [True, False])
+def test_a_mask_on_the_way_is_linear(kept_first: bool):
+    mask = apply(ops.GT, B, 0.0)
+    z = where(mask, Y, 0.0) if kept_first else where(mask, 0.0, Y)
+    found = expect_gradients(Graph((X, W, S, B), (("z", z),)), S, X, W, kept=("z",))
+    assert leaves(found[S]) == {"d z", "kept z", "s"}
+
+
+@pytest.mark.parametrize("z", [where(apply(ops.GT, B, 0.0), Y, 1.0), where(apply(ops.GT, B, 0.0), B, Y)], ids=repr)
+def test_a_choice_between_a_value_and_another_is_not(z: Node):
+    found = expect_gradients(Graph((X, W, S, B), (("z", z),)), S, X, W, kept=("z",))
+    assert "kept z" not in leaves(found[S])
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ import mirror
 from codetta.autodiff.reverse import gradients
 from codetta.autodiff.vjp import VJP
 from codetta.backends.reference.evaluate import TORCH, evaluate
-from codetta.core.node import Node, Op, node
+from codetta.core.node import Node, Op, node, postorder
 from codetta.core.types import (
     AXES,
     DType,
     Kind,
     Type,
     bf16,
+    boolean,
     colvec,
     f16,
     f32,
@@ -177,6 +178,27 @@ def test_logic_integers_and_random_numbers_have_no_derivative():
     graph = Graph((x,), (("y", mul(x, where(apply(ops.LT, chance, 0.5), 2.0, 0.0))),))
     (found,) = gradients(graph, {"y": input_("dy", tile(N, f64))}, [x]).values()
     assert found is not None
+
+
+@pytest.mark.parametrize("op", [*COMPARISONS, ops.FLOORDIV, ops.MOD, ops.AND, ops.OR, ops.NOT, ops.RANDOM], ids=repr)
+def test_what_has_no_derivative_gives_none_for_each_argument(op: Op):
+    count = {ops.NOT: 1, ops.RANDOM: 3}.get(op, 2)
+    dtype = boolean if op in (ops.AND, ops.OR, ops.NOT) else i32
+    made = apply(op, *(input_(f"x{i}", colvec(dtype)) for i in range(count)))
+    assert VJP[op](made, input_("dy", colvec())) == (None,) * count
+
+
+def test_leaves_have_no_arguments_to_give_a_gradient():
+    for leaf in (of(Kind.TILE, "x"), const(1.0), build.row(ROWS), build.column(N)):
+        assert VJP[leaf.op](leaf, input_("dy", leaf.type)) == ()
+
+
+def test_a_numbers_gradient_is_summed_over_the_columns_first():
+    """A sum over a row is a partial of the epilogue that makes the Tile; one over all of it is not."""
+    x, s = of(Kind.TILE, "x"), of(Kind.SCALAR, "s")
+    (ds,) = gradients(Graph((x, s), (("y", mul(x, s)),)), {"y": input_("dy", x.type)}, [s]).values()
+    assert ds is not None
+    assert [n.type.kind for n in postorder([ds]) if n.op is ops.REDUCE] == [Kind.COLVEC, Kind.SCALAR]
 
 
 # --- columns, rows, reductions, contractions ------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mirror
-from codetta.backends.reference.evaluate import EVAL, TORCH, evaluate, uniform
-from codetta.core.node import Node, node
+from codetta.backends.reference.evaluate import EVAL, TORCH, contract, evaluate, uniform, value_of
+from codetta.core.node import Node, Op, node
 from codetta.core.types import (
     AXES,
     ROWS,
@@ -186,12 +186,69 @@ def test_rows_and_contractions():
         expect(made, *leaves)
 
 
+@pytest.mark.parametrize("sizes", [(3,), (3, 4), (3, 1, 4)])
+def test_a_contraction_with_stacked_weights(sizes: tuple[int, ...]):
+    """As with their concatenation, which is never made."""
+    a, dz = torch.randn(M, 6).double(), torch.randn(M, sum(sizes)).double()
+    weights = [torch.randn(n, 6).double() for n in sizes]
+    torch.testing.assert_close(contract("nt", a, weights), a @ torch.cat(weights).T, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(contract("nn", dz, weights), dz @ torch.cat(weights), rtol=1e-13, atol=1e-13)
+
+
 def test_an_index_that_names_no_column_gives_zero():
     """As from an epilogue that never meets the column: an ignored target, such as -100, is masked behind it."""
     x, i = input_("x", tile(4, f32)), input_("i", colvec(i64))
     values = torch.arange(20.0).reshape(5, 4)
     (got,) = evaluate([build.select_column(x, i)], {x: values, i: torch.tensor([-100, -1, 0, 3, 4])})
     assert got.tolist() == [0.0, 0.0, 8.0, 15.0, 0.0]
+
+
+def test_an_index_that_is_too_large_for_a_single_column_gives_zero_too():
+    x, i = input_("x", tile(1, f32)), input_("i", colvec(i64))
+    (got,) = evaluate([build.select_column(x, i)], {x: torch.tensor([[2.0], [3.0]]), i: torch.tensor([0, 7])})
+    assert got.tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("op", [ops.EXP, ops.NEG, ops.GELU], ids=repr)
+def test_a_function_of_a_number(op: Op):
+    (got,) = evaluate([apply(op, 0.5)], {})
+    torch.testing.assert_close(got.double(), mirror.MAPS[op](torch.tensor(0.5).double()), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, M])
+def test_groups_of_several_widths_meet(rows: int):
+    """As many rows as groups, too: an axis taken for another shows only where the sizes differ."""
+    x, fine, cos = of(Kind.TILE, "x"), input_("v", groupvec(4, f64)), input_("t", table(6, f64))
+    finer = build.mul(x, fine)
+    for made in (
+        build.mul(finer, cos),
+        build.add(finer, build.mul(x, of(Kind.TABLE, "u"))),
+        part(finer, halves(2), 1),
+        join(halves(2), *parts(finer, halves(2))),
+        reduce(finer, "sum", Kind.GROUPVEC, 2),
+    ):
+        expect(made, x, fine, cos, of(Kind.TABLE, "u"), rows=rows)
+
+
+def test_a_tile_is_seen_in_groups_only_where_something_has_groups():
+    x, g, t = (torch.ones(s, dtype=torch.float64) for s in ((M, N), (N,), (M, 4)))
+    nodes = [of(k, "x") for k in (Kind.TILE, Kind.ROWVEC, Kind.TABLE)]
+    pairs = zip(nodes[1:], (g, t), strict=True)
+    whole, grouped = (value_of(build.mul(nodes[0], n), [x, v], M, x.device) for n, v in pairs)
+    assert (whole.shape, grouped.shape) == ((M, N), (M, 3, 4))
+    halved, heads = (value_of(part(nodes[0], how, 0), [x], M, x.device) for how in (halves(), halves(3)))
+    assert (halved.shape, heads.shape) == ((M, 6), (M, 3, 2))
+
+
+def test_no_columns():
+    x, y = input_("x", tile(0, f64)), input_("y", tile(0, f64))
+    expect(join(halves(), build.add(x, 1.0), y), x, y)
+
+
+def test_without_an_input_that_has_rows_there_are_none():
+    g = of(Kind.ROWVEC, "g")
+    (got,) = evaluate([build.add(build.row(ROWS), g)], {g: torch.ones(N, dtype=torch.float64)})
+    assert got.shape == (0, N)
 
 
 # --- rounding -------------------------------------------------------------------------------------------------------
@@ -239,6 +296,21 @@ def test_random_numbers_depend_on_their_counters_alone():
     for lag in (u[:, 1:] * u[:, :-1], u[1:] * u[:-1]):
         assert abs(lag.mean().item() - 0.25) < 0.005
     assert u.unique().numel() > 0.99 * u.numel()
+
+
+def test_random_numbers_are_a_hash_of_the_counters():
+    """MurmurHash3's finaliser, in Python's own integers: every backend must draw the same."""
+
+    def mix(h: int) -> int:
+        h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
+        h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
+        return h ^ h >> 16
+
+    for counters in itertools.product((0, 1, 12345, 2**31 - 1), (0, 1, 511), (0, 3, 4096)):
+        h = 0x9E3779B9
+        for counter in counters:
+            h = mix((h + counter * 0x9E3779B1) % 2**32)
+        assert uniform(*counters).item() == (h >> 8) / 2**24
 
 
 def test_random_numbers_in_a_graph():

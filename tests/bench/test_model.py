@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,27 +20,30 @@ from typer.testing import CliRunner
 
 from codetta.bench import model_cases, model_run
 from codetta.bench.kernels import Settings
-from codetta.bench.model import Chosen, ModelReport, ModelRow, ask, caches_in, model
+from codetta.bench.model import Chosen, model
 from codetta.bench.model_cases import (
     CASES,
     CAUSAL,
     COMPILE,
     EAGER,
     LIGER,
+    NEVER,
     case_named,
     contenders_named,
     flops_of,
     gemm_sizes,
 )
-from codetta.bench.model_run import FORWARD_BACKWARD, FULL, Asked, Found, back_to_back, bare_gemms, run
+from codetta.bench.model_rows import ModelReport, ModelRow
+from codetta.bench.model_run import FORWARD_BACKWARD, FULL, Asked, Found, back_to_back, bare_gemms, serve
 from codetta.bench.plots import draw
 from codetta.bench.profile import SHARES
 from codetta.bench.report import OURS
+from codetta.bench.workers import Worker
 from codetta.cli import app
-from codetta.errors import SettingsError, VerifyError
+from codetta.errors import SettingsError
 
 TINY = CASES["tiny"]
-STEPS = 2
+ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     report = ModelReport("model", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        model(Chosen(("tiny",), STEPS), Settings(variants=(OURS, f"{EAGER},{COMPILE}")), report)
+        model(Chosen(("tiny",), steps=1), Settings(ROUNDS, variants=(OURS, f"{EAGER},{COMPILE}")), report)
     return Measured(report, folder)
 
 
@@ -70,12 +75,12 @@ def test_all_are_measured(measured: Measured):
     assert [(r.variant, r.case) for r in measured.rows] == want
     assert not [r.note for r in measured.rows if r.note]
     assert measured.report.ok
-    bases = {r.case: r.median for r in measured.rows if r.variant == COMPILE}
+    bases = {r.case: r.samples for r in measured.rows if r.variant == COMPILE}
     for r in measured.rows:
         assert r.median
-        assert r.rounds == STEPS
+        assert r.rounds == ROUNDS
         assert r.base == COMPILE
-        assert r.ratio == r.median / bases[r.case]
+        assert r.ratio == median(a / b for a, b in zip(r.samples, bases[r.case], strict=True))
         assert r.tokens_per_second == pytest.approx(128 / (r.median / 1e6))
 
 
@@ -190,63 +195,145 @@ def changed(loss: Any) -> Any:
     return lambda net, _: lambda **batch: SimpleNamespace(loss=loss(net(**batch).loss))
 
 
+def served(*duties: dict[str, Any], contender: str = EAGER) -> list[Found]:
+    """What a process answers, in this process."""
+    said: list[str] = []
+    serve(Asked("tiny", contender, "cpu"), map(json.dumps, duties), said.append)
+    return [Found(**json.loads(line)) for line in said]
+
+
 @pytest.mark.parametrize(
     "loss, text",
     [(lambda t: 1.01 * t, "the first loss"), (lambda t: 1.1 * t - 0.1 * t.detach(), "the gradients' norm")],
 )
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, loss: Any, text: str):
+    _, right = served({"do": "first", "loss": None, "norm": None})
     monkeypatch.setitem(model_cases.CONTENDERS, EAGER, changed(loss))
-    found, parts = Found(), []
-    with pytest.raises(VerifyError, match=text):
-        parts.extend(run(Asked("tiny", EAGER, 1, "cpu"), found))
+    turn = {"do": "turn", "steps": 1}
+    found = served({"do": "first", "loss": right.loss, "norm": right.norm}, turn)[-1]
+    assert text in found.note
     assert not found.samples
-    assert found.eager_loss
 
 
-def test_another_model_is_told(monkeypatch: pytest.MonkeyPatch):
-    losses = iter((5.0, 5.1))
-    answer = Found(samples={FULL: [1.0]}, flops=1.0)
-    monkeypatch.setattr("codetta.bench.model.ask", lambda *_: replace(answer, loss=(x := next(losses)), eager_loss=x))
-    report = ModelReport("model")
-    model(Chosen(("tiny",)), Settings(variants=(COMPILE, OURS)), report)
-    assert [bool(r.note) for r in report.rows] == [False, True]
-    assert not report.ok
-
-
-# --- the process ------------------------------------------------------------------------------------------------------
-
-
-def test_a_line_a_part_and_what_went_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def fails(net: Any, options: Any) -> Any:
+def test_an_answer_for_each_duty_and_what_went_wrong(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any) -> Any:
         raise MemoryError("too large")
 
-    monkeypatch.setitem(model_cases.CONTENDERS, EAGER, fails)
-    asked = {"case": "tiny", "contender": EAGER, "steps": 1, "device": "cpu"}
-    assert model_run.main(json.dumps(asked)) == 1
-    first, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["eager_loss"] == last["eager_loss"]
-    assert last["note"] == "MemoryError: too large"
+    monkeypatch.setattr(model_run, "profiled", fails)
+    first, turn = {"do": "first", "loss": None, "norm": None}, {"do": "turn", "steps": 2}
+    built, stepped, timed, failed = served(first, turn, {"do": "profile"}, turn)
+    assert (built.loss, built.parameters) == (None, sum(p.numel() for p in TINY.build("cpu")[0].parameters()))
+    assert stepped.loss
+    assert {way: len(samples) for way, samples in timed.samples.items()} == {FULL: 2, FORWARD_BACKWARD: 2}
+    assert failed == replace(timed, note="MemoryError: too large")
 
 
-def test_the_first_step_alone_with_empty_caches(tmp_path: Path):
-    found = ask(Asked("tiny", EAGER, 1, "cpu", first=True), caches_in(str(tmp_path)), 60.0)
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_process_serves_until_it_is_ended(capfd: pytest.CaptureFixture[str]):
+    with Worker(Asked("tiny", EAGER, "cpu")) as worker:
+        found = worker.ask("first", 60.0, loss=None, norm=None)
+        assert found.first_step
+        assert worker.ask("turn", 60.0, steps=1).samples
     assert not found.note
-    assert found.first_step
-    assert not found.samples
+    assert capfd.readouterr().out == ""
 
 
 def test_a_process_that_takes_too_long_is_ended():
-    assert ask(Asked("tiny", EAGER, 1, "cpu"), (), 0.2).note == "ended after 0 s"
+    with Worker(Asked("tiny", EAGER, "cpu")) as worker:
+        assert worker.ask("first", 0.2, loss=None, norm=None).note == "ended after 0 s"
 
 
 def test_a_process_that_dies_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     python = tmp_path / "python"
-    lines = (json.dumps(asdict(Found(loss=2.5))), '{"loss": 3')
+    lines = (json.dumps(asdict(Found())), json.dumps(asdict(Found(loss=2.5))), '{"loss": 3')
     python.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + "echo no GPU >&2\nexit 3\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    found = ask(Asked("tiny", EAGER, 1, "cpu"), (), 60.0)
+    with Worker(Asked("tiny", EAGER, "cpu")) as worker:
+        assert worker.ask("first", 60.0).loss == 2.5
+        found = worker.ask("turn", 60.0)
     assert (found.loss, found.note) == (2.5, "the process ended with 3: no GPU")
+
+
+@dataclass
+class Played:
+    """Processes that answer at once; ``asked`` has the duties of all, ``notes`` what goes wrong with first steps."""
+
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    def __call__(self, asked: Asked, environment: Sequence[str] = ()) -> Any:
+        return PlayedWorker(self, asked, environment, Found(flops=989e12))
+
+
+@dataclass
+class PlayedWorker:
+    """One of them. Its first step takes 9 s where it begins with empty caches, then 2 s; a step takes as many seconds
+    as its contender's name has letters."""
+
+    team: Played
+    asked: Asked
+    environment: Sequence[str]
+    found: Found
+    ended: bool = False
+
+    def ask(self, duty: str, seconds: float, **given: Any) -> Found:
+        name = self.asked.contender
+        self.team.asked.append((duty, name))
+        if duty == "first":
+            again = self.team.asked.count((duty, name)) > 1
+            self.found.loss, self.found.first_step = 5.0, 2.0 if again else 9.0
+            self.found.note = (self.team.notes.get(name) or [""]).pop(0) if self.team.notes.get(name) else ""
+        if duty == "turn":
+            self.found.samples.setdefault(FULL, []).extend([len(name) * 1e6] * given["steps"])
+        return self.found
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    team = Played()
+    monkeypatch.setattr("codetta.bench.model.Worker", team)
+    return team
+
+
+def test_all_compile_before_any_is_timed_and_turns_are_interleaved(played: Played):
+    report = ModelReport("model")
+    model(Chosen(("tiny",), steps=2), Settings(3, variants=(COMPILE, OURS)), report)
+    duties = [duty for duty, _ in played.asked]
+    assert duties == ["first"] * 3 + ["turn"] * 2 + ["profile"] * 2 + ["turn"] * 4
+    assert played.asked[0] == ("first", EAGER)
+    assert {name for duty, name in played.asked if duty != "first"} == {COMPILE, OURS}
+    assert [(r.variant, r.rounds, r.ratio) for r in report.rows] == [(COMPILE, 6, 1.0), (OURS, 6, 7 / 13)]
+    assert report.ok
+
+
+def test_who_is_short_of_memory_gets_another_process_alone(played: Played):
+    played.notes = {OURS: ["OutOfMemoryError: CUDA out of memory"], LIGER: ["another error"]}
+    report = ModelReport("model")
+    model(Chosen(("tiny",)), Settings(1, variants=(COMPILE, OURS, LIGER)), report)
+    assert played.asked.count(("first", OURS)) == 2
+    assert {r.variant: r.note for r in report.rows} == {COMPILE: "", OURS: "", LIGER: "another error"}
+
+
+def test_without_the_models_own_loss_nothing_is_timed(played: Played):
+    played.notes = {EAGER: ["too large"]}
+    report = ModelReport("model")
+    model(Chosen(("tiny",)), Settings(variants=(COMPILE, OURS)), report)
+    assert played.asked == [("first", EAGER)]
+    assert {r.note for r in report.rows} == {"the unmodified model gave no loss: too large"}
+    assert not report.ok
+
+
+def test_a_spent_budget_begins_nothing(played: Played):
+    report = ModelReport("model", seconds=0.0)
+    model(Chosen(("tiny", "qwen3-8b")), Settings(variants=(OURS,)), report)
+    assert not played.asked
+    assert report.skipped == ["tiny", "qwen3-8b"]
 
 
 def test_calls_in_turn_are_taken_apart(monkeypatch: pytest.MonkeyPatch):
@@ -263,23 +350,17 @@ def test_calls_in_turn_are_taken_apart(monkeypatch: pytest.MonkeyPatch):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_cold_first_steps_and_the_rate_of_the_gpu(monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[Asked, bool]] = []
-
-    def answer(a: Asked, environment: tuple[str, ...], _: float) -> Found:
-        asked.append((a, bool(environment)))
-        return Found(first_step=9.0) if a.first else Found(first_step=2.0, samples={FULL: [2e6]}, flops=989e12)
-
-    monkeypatch.setattr("codetta.bench.model.ask", answer)
+def test_cold_first_steps_and_the_rate_of_the_gpu(played: Played):
     report = ModelReport("model", environment={"gpu": "NVIDIA H200"})
-    model(Chosen(("tiny",), options={"logits": "never"}, cold=True), Settings(variants=(OURS,)), report)
-    (row,) = report.rows
+    chosen = Chosen(("tiny",), options={"memory": "fast"}, cold=True)
+    model(chosen, Settings(1, variants=(f"{OURS},{NEVER}",)), report)
+    row, other = report.rows
     assert isinstance(row, ModelRow)
-    assert (row.variant, row.cold_first_step, row.first_step) == ("codetta, logits=never", 9.0, 2.0)
-    assert row.tflops == pytest.approx(989 / 2)
+    assert (row.variant, row.cold_first_step, row.first_step) == ("codetta, memory=fast", 9.0, 2.0)
+    assert other.variant == "codetta without logits, memory=fast"
+    assert row.tflops == pytest.approx(989 / 7)
     assert report.to_json()["rate"] == 989e12
-    assert [(a.first, c) for a, c in asked] == [(True, True), (False, True)]
-    assert asked[0][0].options == {"logits": "never"}
+    assert [name for duty, name in played.asked if duty == "first"] == [EAGER, OURS, OURS, NEVER, NEVER]
 
 
 def test_names_that_there_are_not():
@@ -287,14 +368,12 @@ def test_names_that_there_are_not():
         case_named("9b")
     with pytest.raises(SettingsError, match="no contender 'jit'"):
         contenders_named(("jit",))
-    for given in (["--case", "9b"], ["--logits", "some"]):
+    for given in (["--case", "9b"], ["--memory", "some"]):
         assert CliRunner().invoke(app, ["bench", "model", *given]).exit_code == 2
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch):
-    answer = Found(samples={FULL: [2.0], FORWARD_BACKWARD: [1.0]}, loss=1.0, eager_loss=1.0)
-    monkeypatch.setattr("codetta.bench.model.ask", lambda *_: answer)
-    given = ["bench", "model", "--case", "tiny", "--variants", EAGER, "--steps", "1", "--json"]
+def test_the_command(played: Played):
+    given = ["bench", "model", "--case", "tiny", "--variants", OURS, "--memory", "lean", "--steps", "1", "--json"]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
-    assert [r["case"] for r in json.loads(done.stdout)["rows"]] == [FULL, FORWARD_BACKWARD]
+    assert [(r["variant"], r["case"]) for r in json.loads(done.stdout)["rows"]] == [("codetta, memory=lean", FULL)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -12,7 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from codetta.bench.environment import QUERY, environment, medians
-from codetta.bench.plots import OVERVIEW, SHOWN, draw, draw_errors, draw_overview
+from codetta.bench.plots import OVERVIEW, SHOWN, draw, draw_errors, draw_overview, draw_shares
+from codetta.bench.profile import SHARES
 from codetta.bench.report import OURS, Report, Row, timed
 from codetta.bench.shapes import chosen
 from codetta.cli import app
@@ -108,6 +110,52 @@ def test_one_picture_of_all_sizes(tmp_path: Path):
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "again.png").read_bytes() == file.read_bytes()
+
+
+def model_rows(**milliseconds: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Rows of a whole model that nobody measured: the parts of a step by variant, and half a millisecond less."""
+    base = next(iter(milliseconds))
+    return [
+        {
+            "shape": "1b",
+            "tokens": 16_384,
+            "case": "full step",
+            "variant": variant,
+            "base": base,
+            "profile": {kind: 1e3 * t for kind, t in zip(SHARES, parts, strict=True)},
+            "median": 1e3 * sum(parts) - 500,
+            "ratio": (sum(parts) - 0.5) / (sum(milliseconds[base]) - 0.5),
+        }
+        for variant, parts in milliseconds.items()
+    ]
+
+
+def test_the_parts_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Stacked bars in milliseconds from left to right, those named in their order, and at their ends the time of a step
+    that is not profiled, with the speed-up."""
+    bars: list[tuple[list[float], list[float]]] = []
+    texts: list[str] = []
+    barh, text = Axes.barh, Axes.text
+
+    def drawn(self: Any, at: Any, width: Any, **given: Any) -> Any:
+        bars.append((list(given["left"]), list(width)))
+        return barh(self, at, width, **given)
+
+    monkeypatch.setattr(Axes, "barh", drawn)
+    monkeypatch.setattr(Axes, "text", lambda s, x, y, t, **k: texts.append(t.strip()) or text(s, x, y, t, **k))
+    rows = model_rows(compile=(0, 60, 20, 5, 14, 1.5), ours=(40, 20, 10, 5, 5, 0.5), eager=(0, 60, 20, 5, 30, 10.5))
+    found = {"level": "model", "rows": rows, "environment": {"gpu": None}}
+    (tmp_path / "model.json").write_text(json.dumps(found))
+    file = tmp_path / "profile.png"
+    given = ["bench", "chart", str(tmp_path / "model.json"), "--out", str(file), "--variants", "eager,ours"]
+    assert CliRunner().invoke(app, given).exit_code == 0
+    assert file.read_bytes()[:4] == b"\x89PNG"
+    assert [width for _, width in bars] == [[0, 40], [60, 20], [20, 10], [5, 5], [30, 5], [10.5, 0.5]]
+    assert bars[-1][0] == [115, 80]
+    assert texts == ["125.0 ms, 0.80x", "80.0 ms, 1.25x"]
+    assert [f.name for f in draw(found, tmp_path)] == ["model-1b.png"]
+    with pytest.raises(SettingsError, match="one picture for 2 cases"):
+        draw_shares({**found, "rows": [*rows, {**rows[0], "shape": "8b"}]}, file)
 
 
 def test_the_overview_draws_the_ratios(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -100,9 +100,21 @@ def test_a_window_counts_only_where_it_is_shorter_than_the_text(length, build, t
 
 
 GIVEN = {
-    "attention_mask": (lambda n: torch.ones(2, n, dtype=torch.long), "causal + key padding (attention_mask)"),
-    "position_ids": (lambda n: torch.arange(n).expand(2, n).contiguous(), "causal + same document (cumsum)"),
-    "4-D": (lambda n: torch.ones(2, 1, n, n, dtype=torch.bool).tril(), "unknown (attention_mask[a0, 0, a2, a3])"),
+    "attention_mask": (
+        lambda n: torch.ones(2, n, dtype=torch.long),
+        "causal + key padding (attention_mask)",
+        "attention's causal path knows no padding",
+    ),
+    "position_ids": (
+        lambda n: torch.arange(n).expand(2, n).contiguous(),
+        "causal + same document (cumsum)",
+        "attention's causal path knows no documents",
+    ),
+    "4-D": (
+        lambda n: torch.ones(2, 1, n, n, dtype=torch.bool).tril(),
+        "unknown (attention_mask[a0, 0, a2, a3])",
+        "it is not exactly causal",
+    ),
 }
 
 
@@ -111,7 +123,7 @@ GIVEN = {
     [("attention_mask", None), ("position_ids", None), ("position_ids", True), ("4-D", None)],
 )
 def test_data_is_never_taken_for_causal(what, dynamic, build, tokens, capture):
-    make, expected = GIVEN[what]
+    make, expected, reason = GIVEN[what]
     given = {"attention_mask" if what == "4-D" else what: make(24)}
     model = build("llama", num_hidden_layers=1)
     captured = capture(model, input_ids=tokens, labels=tokens, dynamic=dynamic, **given)
@@ -119,7 +131,7 @@ def test_data_is_never_taken_for_causal(what, dynamic, build, tokens, capture):
     assert str(prove(mask)) == expected
     before = captured.ops()
     lines = make_attention_causal(captured.graph)
-    assert all("left alone: it is not exactly causal" in line for line in lines)
+    assert all(f"left alone: {reason}" in line for line in lines)
     assert captured.ops() == before
 
 
@@ -242,6 +254,57 @@ def test_nearly_causal_is_not_causal(dynamic, build, tokens, capture):
             noticed[change] += not claimed
             node.target, node.args = before
     assert all(noticed[change] for change in NEARLY), noticed
+
+
+PACKED = [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 1, 2, 3, 4, 5, 6], [*range(20), *range(4)]]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name, expected", [("llama", "causal"), ("mistral", "causal + window 16")])
+def test_packed_documents(name, expected, dynamic, build, tokens, capture):
+    """Causal within documents, from positions that start again, and within a window: as told, in numbers too. What is
+    nearly so is told as what it is, or as unknown."""
+    model = build(name, num_hidden_layers=1)
+    captured = capture(model, input_ids=tokens, labels=tokens, position_ids=torch.tensor(PACKED), dynamic=dynamic)
+    (mask,) = masks(captured)
+    assert str(prove(mask)) == f"{expected} + same document (cumsum)"
+    assert hides_other_documents(mask, captured)
+    documents = value_of(prove(mask).documents[0], captured)
+    starts = torch.tensor(PACKED).eq(0).cumsum(-1)
+    assert torch.equal(documents - documents[:, :1], starts - 1)
+    noticed, changes = Counter(), {**NEARLY, "gt to ge": ("aten.gt.Tensor", to(aten.ge.Tensor))}
+    for change, (target, apply) in changes.items():
+        for node in [n for n in cone(mask) if str(n.target) == target]:
+            before = (node.target, node.args)
+            apply(node)
+            captured.graph.recompile()
+            assert hides_other_documents(mask, captured), (change, node.format_node())
+            noticed[change] += str(prove(mask)) != f"{expected} + same document (cumsum)"
+            node.target, node.args = before
+    told = {"le to lt", "le to ge", "swapped", "shifted", "eq to ne"} | ({"gt to ge"} if name == "mistral" else set())
+    assert all(noticed[change] for change in told), noticed
+
+
+def hides_other_documents(mask, captured):
+    """Whether a mask in numbers is what was proven of it, its documents taken from the graph; or nothing was, or the
+    graph does not run."""
+    facts = prove(mask)
+    if facts.unknown or facts.padding:
+        return True
+    try:
+        found = value_of(mask, captured)
+        tables = [value_of(table, captured) for table in facts.documents]
+    except (IndexError, RuntimeError):  # the changed graph does not run
+        return True
+    expected = torch.ones_like(found)
+    q, k = torch.arange(found.shape[-2])[:, None], torch.arange(found.shape[-1])
+    if facts.causal:
+        expected &= k <= q
+    if facts.window is not None:
+        expected &= k > q - facts.window
+    for table in tables:
+        expected &= (table[:, :, None] == table[:, None, :])[:, None]
+    return torch.equal(found, expected)
 
 
 def cone(node):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from codetta.capture.backend import backend
 from codetta.runtime import registry
@@ -76,12 +77,14 @@ class Calls(TorchDispatchMode):
         return call
 
     def check(self) -> None:
-        """PyTorch's own check of the ops, on what they were called with; of the forward op also as autograd sees it."""
+        """PyTorch's own check of the ops, on what they were called with, a loss head's too; of a segment's forward op
+        also as autograd sees it."""
         ops = torch.ops.codetta
-        assert {op for op, _ in self.found} == {ops.segment_forward.default, ops.segment_backward.default}
+        segment, head = (ops.segment_forward, ops.segment_backward), (ops.head_forward, ops.head_backward)
+        assert {op for op, _ in self.found} == {op.default for op in (*segment, *head)}
         for op, args in self.found:
+            torch.library.opcheck(op, tree_map_only(Tensor, lambda t: t.detach().clone(), args))
             tensors = [t.detach().clone() for t in args[0]]
-            torch.library.opcheck(op, (tensors, *args[1:]))
             if op is ops.segment_forward.default:
                 segment = registry.segment_of(args[1])
                 for n, t in zip(segment.graph.inputs, tensors, strict=True):

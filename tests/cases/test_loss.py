@@ -10,12 +10,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional
 
 import ways
-from codetta.capture.backend import recording
+from codetta.capture.backend import CapturedGraph, recording
 from codetta.errors import CodettaError
 from codetta.testing import relative_error
 from ways import agree, compiled, counts, forward_plans, fresh, llama, placed, settled, whole_model_agrees, wide
 
 IGNORED = -100
+ANY_HEAD = pytest.mark.parametrize("logits", ["auto", "always"])  # a loss head of ours, or the model's own logits
 REDUCTIONS = ["sum", "mean", "none"]
 
 
@@ -62,27 +63,37 @@ def batch(
     return draw
 
 
+def expect(found: list[CapturedGraph], logits: str, programs: dict[str, int]) -> None:
+    """One loss head, or segments of these programs."""
+    assert [len(g.heads) for g in found] == [int(logits == "auto")] * len(found)
+    if logits == "always":
+        assert counts(forward_plans(found)) == programs
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("ignore", [IGNORED, 3])
-def test_a_quarter_ignored(reduction, dtype, ignore):
+@ANY_HEAD
+def test_a_quarter_ignored(logits, reduction, dtype, ignore):
     """C25: a quarter of the targets ignored, on the first call and on later ones; a class of the vocabulary may be the
     ignored one. The epilogue reduces the logits, and nothing of them is left over."""
     module = Head(reduction=reduction, ignore=ignore).to(dtype)
-    found = agree(module, batch(96, ignored=slice(None, None, 4), ignore=ignore, dtype=dtype), gemms=1)
-    assert counts(forward_plans(found)) == {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 1}
+    draw = batch(96, ignored=slice(None, None, 4), ignore=ignore, dtype=dtype)
+    found = agree(module, draw, gemms=1, logits=logits)
+    expect(found, logits, {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 1})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_every_token_weighs_its_own_upstream_value(dtype):
+@ANY_HEAD
+def test_every_token_weighs_its_own_upstream_value(logits, dtype):
     """C20: reduction none with the upstream gradient [1, 2, 0, 0.5, 3], the first token ignored; weight and bias need
     gradients too."""
     module = Head(bias=True, reduction="none").to(dtype)
     upstream = [torch.tensor([1, 2, 0, 0.5, 3])]
-    agree(module, batch(5, ignored=slice(1), dtype=dtype), upstream=upstream, gemms=1)
+    agree(module, batch(5, ignored=slice(1), dtype=dtype), upstream=upstream, gemms=1, logits=logits)
     fresh(module, 0)
     x, targets = batch(5, ignored=slice(1), dtype=dtype)(torch.Generator())
-    losses = compiled(module)(x, targets)
+    losses = compiled(module, logits=logits)(x, targets)
     (dx,) = torch.autograd.grad(losses, x, upstream[0].to(losses.dtype))
     assert losses[0] == 0.0
     assert not dx[[0, 2]].any()
@@ -90,24 +101,26 @@ def test_every_token_weighs_its_own_upstream_value(dtype):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_upstream_gradient_of_a_reduced_loss(reduction):
+@ANY_HEAD
+def test_upstream_gradient_of_a_reduced_loss(logits, reduction):
     """C20, C10: a loss scaled by what follows it, and a sum of single losses whose gradient is expanded."""
 
     class Scaled(Head):
         def forward(self, x: Tensor, targets: Tensor) -> Tensor:
             return super().forward(x, targets).sum() * 0.125
 
-    found = agree(Scaled(reduction=reduction).double(), batch(dtype=torch.float64), gemms=1)
-    assert counts(forward_plans(found))["leftovers"] == 1
+    found = agree(Scaled(reduction=reduction).double(), batch(dtype=torch.float64), gemms=1, logits=logits)
+    expect(found, logits, {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 1})
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_all_targets_ignored(reduction):
+@ANY_HEAD
+def test_all_targets_ignored(logits, reduction):
     """C27: with no target left the mean is NaN with gradients of zero, the sum is 0, and single losses are zeros."""
     module = Head(bias=True, reduction=reduction)
-    found = agree(module, batch(ignored=slice(None)), seeds=2, gemms=1)
+    found = agree(module, batch(ignored=slice(None)), seeds=2, gemms=1, logits=logits)
     x, targets = batch(ignored=slice(None))(torch.Generator())
-    loss = compiled(module)(x, targets)
+    loss = compiled(module, logits=logits)(x, targets)
     gradients = torch.autograd.grad(loss.sum(), [x, *module.parameters()])
     assert bool(loss.isnan()) if reduction == "mean" else not loss.any()
     assert all(not g.any() for g in gradients)
@@ -117,7 +130,8 @@ def test_all_targets_ignored(reduction):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_no_tokens(shape, reduction, dtype):
+@ANY_HEAD
+def test_no_tokens(logits, shape, reduction, dtype):
     """C13: a loss over no tokens: NaN, 0 or empty, as PyTorch gives it, and zero gradients of the right dtype."""
     module = Head(bias=True, reduction=reduction).to(dtype)
     fresh(module, 0)
@@ -125,8 +139,8 @@ def test_no_tokens(shape, reduction, dtype):
     targets = torch.empty(shape, dtype=torch.long)
     expected = module(x, targets)
     with recording() as found:
-        loss = compiled(module)(x, targets)
-    assert counts(forward_plans(found))["gemms"] == 1
+        loss = compiled(module, logits=logits)(x, targets)
+    assert sum(len(g.heads) for g in found) + counts(forward_plans(found))["gemms"] == 1
     torch.testing.assert_close(loss, expected, equal_nan=True)
     loss.sum().backward()
     for name, p in [("x", x), *module.named_parameters()]:
@@ -154,7 +168,8 @@ def test_vocabulary_that_is_no_multiple_of_a_tile(vocabulary):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_large_bias_over_several_tiles_of_the_vocabulary(dtype):
+@ANY_HEAD
+def test_large_bias_over_several_tiles_of_the_vocabulary(logits, dtype):
     """C22: a bias of about 50, random, over eight tiles: the loss is not negative, and the bias's gradient is the sum
     of the logits' gradients over the tokens."""
 
@@ -172,12 +187,12 @@ def test_large_bias_over_several_tiles_of_the_vocabulary(dtype):
             m.head.bias.mul_(50.0)
 
     module = Biased().to(dtype)
-    found = agree(module, batch(vocabulary=1001, dtype=dtype), prepare=large, gemms=1)
-    assert counts(forward_plans(found)) == {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 0}
+    found = agree(module, batch(vocabulary=1001, dtype=dtype), prepare=large, gemms=1, logits=logits)
+    expect(found, logits, {"gemms": 1, "epilogues": 1, "finalizes": 1, "leftovers": 0})
     module = settled(Biased())
     large(module, 0)
     x, targets = map(placed, batch(vocabulary=1001)(torch.Generator()))
-    loss = compiled(module)(x, targets)
+    loss = compiled(module, logits=logits)(x, targets)
     (gradient,) = torch.autograd.grad(loss, module.head.bias)
     exact = torch.softmax(copy.deepcopy(module).double().head(x.double()), -1).sum(0)
     exact -= torch.bincount(targets, minlength=1001)
@@ -187,10 +202,10 @@ def test_large_bias_over_several_tiles_of_the_vocabulary(dtype):
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_autocast_with_float32_parameters(narrow, bias):
+@ANY_HEAD
+def test_autocast_with_float32_parameters(logits, narrow, bias):
     """C23: it runs, and the gradients have the parameters' dtype."""
-    found = agree(Head(bias=bias, narrow=narrow), batch(48), wide=Head(bias=bias), gemms=1)
-    assert counts(forward_plans(found))["gemms"] == 1
+    agree(Head(bias=bias, narrow=narrow), batch(48), wide=Head(bias=bias), gemms=1, logits=logits)
 
 
 def test_float16_under_a_gradient_scaler():

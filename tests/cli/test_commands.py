@@ -92,6 +92,18 @@ def test_verify_that_fails_exits_with_1(monkeypatch):
     assert "misses the bar" in result.stdout
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_verify_per_layer(monkeypatch):
+    """Each layer compiled alone, and what it gives; exit code 1 where something is off."""
+    tiny = ("verify", "llama-tiny", "--layers", "1", "--tokens", "16", "--batch", "1", "--seeds", "1", "--per-block")
+    errors = iter([2.0, 1.0] * 1000)
+    monkeypatch.setattr(verification, "relative_error", lambda got, reference: next(errors))
+    found = json.loads(call(*tiny, "--per-layer", "--json", code=1).stdout)
+    assert [t["layer"] for t in found["tensors"][:2]] == ["model.layers.0", "the model"]
+    assert found["first"]["name"] == "model.layers.0"
+    assert found["first"]["problem"].startswith("relative error 2")
+
+
 def test_doctor():
     found = json.loads(call("doctor", "--json").stdout)
     assert found["codetta"] == codetta.__version__

@@ -1,9 +1,16 @@
 """transformers' Trainer: accumulation, clipping, fused AdamW, evaluation, checkpoints, on a compiled model."""
 
+import copy
+import pickle
+import sys
+
 import pytest
 import torch
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
+import codetta
+from codetta.errors import UnsupportedError
 from features.training import REGIMES, assert_same_step, compile_, gemms_compiled, step, tokens
 from ways import llama
 
@@ -70,11 +77,49 @@ def test_autocast(tmp_path):
     assert_same_log(ours, eager, rtol=2**-7)
 
 
-@pytest.mark.xfail(
-    reason="accelerate knows its backends by an enumeration, DynamoBackend, and refuses all others", raises=ValueError
-)
+@pytest.fixture
+def registered(monkeypatch):
+    """The name is known to accelerate, and afterwards is not."""
+    monkeypatch.setattr(DynamoBackend, "_missing_", DynamoBackend._missing_)
+    codetta.register_with_accelerate()
+
+
+@pytest.mark.usefixtures("registered")
 def test_backend_by_name(tmp_path):
-    """``TrainingArguments(torch_compile_backend="codetta")``."""
-    run = trainer(llama(), tmp_path, torch_compile=True, torch_compile_backend="codetta")
+    """``TrainingArguments(torch_compile_backend="codetta")``: as eager, checkpoints with the usual names included."""
+    eager = trainer(llama(), tmp_path / "eager")
+    eager.train()
+    torch._dynamo.reset()
+    model = llama()
+    ours = trainer(model, tmp_path / "ours", torch_compile_backend="codetta")
     with gemms_compiled():
-        run.train()
+        ours.train()
+    assert_same_log(ours, eager)
+    read = LlamaForCausalLM.from_pretrained(tmp_path / "ours" / "checkpoint-4").train()
+    assert_same_step(step(model), step(read))
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_name_is_as_good_as_a_member():
+    """It is copied and pickled like one, twice registered it is the same, and what is no name is still an error."""
+    ours = DynamoBackend("CODETTA")
+    codetta.register_with_accelerate()
+    plugin = TorchDynamoPlugin(backend="codetta")
+    assert plugin.backend is ours is copy.deepcopy(ours) is pickle.loads(pickle.dumps(ours))
+    assert plugin.to_dict()["backend"] == plugin.to_kwargs()["backend"] == "codetta"
+    assert ours not in (DynamoBackend.NO, DynamoBackend.INDUCTOR)
+    assert "CODETTA" not in DynamoBackend.list()
+    with pytest.raises(ValueError, match="CODETA"):
+        TorchDynamoPlugin(backend="codeta")
+
+
+def test_without_registration_the_name_is_refused():
+    """If accelerate takes it one day, nothing has to be registered any more."""
+    with pytest.raises(ValueError, match="CODETTA"):
+        TorchDynamoPlugin(backend="codetta")
+
+
+def test_without_accelerate(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate.utils", None)
+    with pytest.raises(UnsupportedError, match="accelerate is not installed"):
+        codetta.register_with_accelerate()

@@ -123,9 +123,10 @@ def test_frozen(frozen, memory):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes(dtype):
-    """float16 by kernels, float32 by the library's GEMM and a map behind it."""
-    x, weight, targets = problem(65, 1000)
+@pytest.mark.parametrize("sure", [1.0, 8.0])
+def test_other_dtypes(sure, dtype):
+    """float16 by kernels, float32 by the library's GEMM and a map behind it; also where targets are all but certain."""
+    x, weight, targets = problem(65, 1000, sure=sure)
     args = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
     wide = [t.detach().double().requires_grad_() for t in args]
     exact = gradients(plain(*wide, targets), wide)
@@ -134,7 +135,8 @@ def test_other_dtypes(dtype):
         found = gradients(codetta.linear_cross_entropy(*args, targets, memory=memory), args)
         for got, theirs, want in zip(found, eager, exact, strict=True):
             eps = torch.finfo(dtype).eps
-            assert relative_error(got, want) <= 1.1 * relative_error(theirs, want) + (eps if eps > 1e-4 else 64 * eps)
+            most = 2.0 if dtype == torch.float32 else 1.1  # float32: orders of sums differ
+            assert relative_error(got, want) <= most * relative_error(theirs, want) + (eps if eps > 1e-4 else 64 * eps)
 
 
 @pytest.mark.parametrize("memory", MODES)

@@ -3,6 +3,7 @@ on random graphs. Oracle: plain PyTorch in float64, see mirror."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -14,39 +15,33 @@ import graphs
 import mirror
 from codetta.core.node import Node, postorder, substitute
 from codetta.core.rewrite import Fired, Rule
-from codetta.core.types import DType, Kind, Type, bf16, f16, f32, f64, rowvec, table, tile
+from codetta.core.types import ROWS, DType, Kind, Sym, Type, bf16, colvec, f16, f32, f64, i32, rowvec, table, tile
 from codetta.ir import ops
-from codetta.ir.build import add, apply, cast, input_, join, matmul, mul, neg, part, parts, reduce, sub, sum_row, where
+from codetta.ir.build import (
+    add,
+    apply,
+    cast,
+    expand,
+    input_,
+    join,
+    matmul,
+    mul,
+    neg,
+    part,
+    parts,
+    reduce,
+    sub,
+    sum_row,
+    where,
+)
 from codetta.ir.graph import Graph
 from codetta.ir.split import ADJACENT, columns, halves
+from codetta.rules.norm import rounded_before_gain
+from codetta.rules.pairs import join_outermost
 from codetta.rules.pipeline import ALL, FORWARD, LOCAL, reparameterise
 from codetta.rules.siblings import merge_siblings
 from graphs import layer_norm, rms_norm
-
-ROWS = 5
-
-
-def graph_of(*roots: Node) -> Graph:
-    leaves = tuple(n for n in postorder(roots) if n.op is ops.INPUT)
-    return Graph(leaves, tuple((f"y{i}", r) for i, r in enumerate(roots)))
-
-
-def expect_same(before: Graph, after: Graph, tolerance: float = 1e-12, seed: int = 0) -> None:
-    """Equal outputs, types and gradients."""
-    assert [(key, n.type) for key, n in after.outputs] == [(key, n.type) for key, n in before.outputs]
-    feed = mirror.random_feed(before, ROWS, seed)
-    want, got = mirror.outputs(before, feed, ROWS), mirror.outputs(after, feed, ROWS)
-    cotangents = mirror.random_cotangents(want)
-    wrt = [n for n, t in feed.items() if t.requires_grad]
-    expected, found = (mirror.gradients(out, feed, cotangents, wrt) for out in (want, got))
-    for key, w in want.items():
-        torch.testing.assert_close(got[key], w, rtol=tolerance, atol=tolerance * (1 + w.abs().max().item()))
-    for key, e in expected.items():
-        g = found[key]
-        if e is None or g is None:
-            assert (e if g is None else g) is None or not (e if g is None else g).any(), key
-        else:
-            torch.testing.assert_close(g, e, rtol=tolerance, atol=tolerance * (1 + e.abs().max().item()))
+from laws import expect_same, graph_of
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda r: r.law)
@@ -164,6 +159,35 @@ def test_siblings_become_one_gemm_over_stacked_weights():
     expect_same(before, merged)
 
 
+def test_siblings_are_stacked_as_their_weights_are_inputs():
+    """Whichever is multiplied first: forward's and backward's stacks are the same."""
+    x = input_("x", tile(12))
+    late, early = input_("late", tile(12, rows=8)), input_("early", tile(12, rows=16))
+    roots = (("a", matmul(x, late)), ("b", matmul(x, cast(early, f32))))
+    merged = merge_siblings(Graph((early, x, late), roots))
+    assert [n.args[1].args for n in merged.contractions] == [(early, late)]
+
+
+def test_siblings_in_another_dtype_than_their_weights():
+    """Autocast: each weight is stored as float32 and rounded where it is used."""
+    x = input_("x", tile(12, bf16))
+    weights = [cast(input_(f"w{i}", tile(12, rows=8)), bf16) for i in range(2)]
+    before = graph_of(*(matmul(x, w) for w in weights))
+    merged = merge_siblings(before)
+    assert [n.args[1].args for n in merged.contractions] == [tuple(weights)]
+    expect_same(before, merged)
+
+
+def test_siblings_of_an_unknown_inner_size():
+    """What is stacked is rows: only their numbers must be known."""
+    x, known, unknown = (input_(n, tile(Sym("K"), rows=r)) for n, r in (("x", ROWS), ("w", 8), ("t", Sym("L"))))
+    other = input_("v", tile(Sym("K"), rows=8))
+    (gemm,) = merge_siblings(graph_of(matmul(x, known), matmul(x, other))).contractions
+    assert gemm.args[1].args == (known, other)
+    apart = graph_of(matmul(x, known), matmul(x, unknown))
+    assert merge_siblings(apart).roots == apart.roots
+
+
 def test_siblings_that_meet_in_a_map_must_lie_side_by_side():
     """Two can be the lanes of a pair. Of three, some range would meet another, in another tile."""
     x = input_("x", tile(12))
@@ -187,9 +211,11 @@ def test_siblings_with_different_takers_stay_apart():
     expect_same(before, merged)
 
 
-def test_siblings_share_one_sum_with_their_biases_if_each_has_one():
+@pytest.mark.parametrize("order", [lambda x, b: (x, b), lambda x, b: (b, x)], ids=["bias last", "bias first"])
+def test_siblings_share_one_sum_with_their_biases_if_each_has_one(order: Callable[[Node, Node], tuple[Node, Node]]):
     x = input_("x", tile(12))
-    a, b = (add(matmul(x, input_(f"w{i}", tile(12, rows=n))), input_(f"b{i}", rowvec(n))) for i, n in enumerate((8, 8)))
+    products = [matmul(x, input_(f"w{i}", tile(12, rows=8))) for i in range(2)]
+    a, b = (add(*order(p, input_(f"b{i}", rowvec(8)))) for i, p in enumerate(products))
     before = graph_of(a, apply(ops.TANH, b))
     merged = merge_siblings(before)
     (gemm,) = merged.contractions
@@ -244,7 +270,8 @@ def test_lanes_of_products_with_group_vectors(groups: int, how):
 def test_a_map_with_a_part_that_is_zero(op, other: Type):
     """The lane of the zero is as wide as its part, whatever the other operand is."""
     x = input_("x", tile(6, f64))
-    before = graph_of(apply(op, join(halves(), apply(ops.TANH, x), 0.0), input_("v", other)))
+    joined, v = join(halves(), apply(ops.TANH, x), 0.0), input_("v", other)
+    before = graph_of(apply(op, joined, v), apply(op, v, joined))
     expect_same(before, reparameterise(before))
 
 
@@ -265,6 +292,16 @@ def test_comparisons_see_what_was_rounded():
     hit = apply(ops.EQ, y, reduce(y, "max", Kind.COLVEC))
     (root,) = reparameterise(graph_of(where(hit, 1.0, 0.0))).roots
     assert root.args[0] is hit
+
+
+def test_lanes_are_taken_out_of_a_join_and_zeros_stay_numbers():
+    x, y, g = input_("x", tile(12)), input_("y", tile(12)), input_("g", rowvec(24))
+    first, second = part(g, halves(), 0), part(g, halves(), 1)
+    assert join_outermost(neg(join(halves(), x, y))) is join(halves(), neg(x), neg(y))
+    assert join_outermost(mul(join(halves(), x, 0.0), g)) is join(halves(), mul(x, first), 0.0)
+    whole = join(halves(), expand(first, x.type), add(y, second))
+    assert join_outermost(add(join(halves(), 0.0, y), g)) is whole
+    assert join_outermost(add(g, join(halves(), 0.0, y))) is join(halves(), expand(first, x.type), add(second, y))
 
 
 # --- statistics -----------------------------------------------------------------------------------------------------
@@ -295,6 +332,21 @@ def test_layer_norm_goes_through_a_gemm_as_a_rank_one_correction(form: str):
     (gemm,) = (n for n in moved.contractions if n.args[1] is w)
     assert gemm.args[0] in (mul(first, g), mul(g, first))
     expect_same(before, moved, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_norm_rounds_to_before_its_gain(first: bool):
+    """Llama's norm rounds its rows, Gemma's multiplies by the gain first."""
+    x, r, g = input_("x", tile(12, bf16)), input_("r", colvec()), input_("g", rowvec(12, bf16))
+
+    def times(a: Node, b: Node) -> Node:
+        return mul(a, b) if first else mul(b, a)
+
+    assert rounded_before_gain(times(cast(mul(x, r), bf16), g)) is bf16
+    for other in (mul(x, r), cast(mul(x, g), bf16), cast(mul(x, r), i32), x):
+        assert rounded_before_gain(times(other, g)) is None
+    assert rounded_before_gain(times(cast(mul(x, r), bf16), r)) is None
+    assert rounded_before_gain(add(cast(mul(x, r), bf16), g)) is None
 
 
 def test_subtraction_of_a_tile_is_no_shift():

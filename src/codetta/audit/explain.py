@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from codetta.audit import report
 from codetta.audit.blocks import calls_of
+from codetta.audit.heads import EMPTY, head_parts
 from codetta.audit.models import as_batch
 from codetta.audit.parts import Half, Opaque, Part, half_of
 from codetta.backends.hopper.choose import is_bare, why_split
@@ -31,7 +32,6 @@ from codetta.partition.training import plan_boundary_fusion
 from codetta.rules.norm import rounded_before_gain
 from codetta.runtime.compile import Segment as Compiled
 
-EMPTY = Plan((), (), (), {})
 CACHE_NOTE = (
     "this call returns every layer's keys and values, which stay alive and must be written out: in training, set "
     "model.config.use_cache = False"
@@ -68,6 +68,7 @@ class Explanation:
                 "tokens": p.rows,
                 "peak_bytes": p.memory.bytes,
                 "held_bytes": p.memory.between,
+                "note": p.note,
                 "forward": p.forward.to_json(),
                 "backward": p.backward.to_json(),
             }
@@ -146,6 +147,9 @@ def explain_graphs(graphs: Sequence[CapturedGraph], *, title: str, notes: Iterab
                 plans[key] = compiled.forward, compiled.backward(given)[0] if given else EMPTY
                 known[key, rows] = (*_halves(graph, i, compiled, given, rows), _peak(compiled, given, rows))
             parts.append(Part(key, weight_layers(segment), rows, *known[key, rows]))
+        for head in head_parts(graph):
+            plans[head.part.key] = head.plans
+            parts.append(head.part)
     notes = [*notes, *attention_notes(graphs), *rounding_notes(graphs), *kernel_notes(plans.values())]
     if not any(p.forward.gemms for p in parts):
         notes = [*notes, "nothing was understood: no segment contains a GEMM"]

@@ -50,8 +50,8 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One segment: where it lies, its token count, what it costs, the most memory that it needs. Parts with the same
-    ``key`` have the same plans."""
+    """One segment or loss head: where it lies, its token count, what it costs, the most memory that it needs; what is
+    to be said of it. Parts with the same ``key`` have the same plans."""
 
     key: str
     layers: tuple[str, ...]
@@ -59,6 +59,7 @@ class Part:
     forward: Half
     backward: Half
     memory: Peak
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ def programs(parts: Sequence[Part], plans: Mapping[str, tuple[Plan, Plan]]) -> I
     for key, where in groups(parts).items():
         first = parts[where[0]]
         yield Text(_heading(parts, where), style="bold", no_wrap=True, overflow="ignore")
+        if first.note:
+            yield Text(first.note)
         if first.memory.bytes:
             yield Text(f"peak bytes: {_peak(first.memory)}")
         for name, plan in zip(("forward", "backward"), plans[key], strict=True):

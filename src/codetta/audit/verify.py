@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from codetta.errors import VerifyError
 from codetta.testing import Bar, Errors, mean_ratio, pooled, relative_error
 
 SEEDS = 5
-IGNORED = -100
+COLUMNS = ("tensor", "dtype", "ours", "eager", "ours/eager", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,28 @@ class Compared:
     def pooled(self) -> Errors:
         """The errors of all seeds as one."""
         return pooled(self.errors)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        e = self.pooled
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "dtype": str(e.dtype).removeprefix("torch."),
+            "ours": e.ours,
+            "eager": e.eager,
+            "ratio": e.ratio,
+            "seeds": [{"ours": s.ours, "eager": s.eager} for s in self.errors],
+            "ok": not self.problem,
+            "problem": self.problem,
+        }
+
+    def cells(self) -> tuple[str, ...]:
+        """As cells of a table: name, dtype, both errors, their ratio, and whether it misses the bar."""
+        e = self.pooled
+        dtype = str(e.dtype).removeprefix("torch.")
+        state = "[red]misses the bar[/red]" if self.problem else ""
+        return (escape(self.name), dtype, f"{e.ours:.2e}", f"{e.eager:.2e}", f"{e.ratio:.3f}", state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +101,16 @@ class Verification:
             "geometric_mean_allowed": self.ratio_limit,
             "problems": list(self.problems),
             "notes": list(self.notes),
-            "tensors": [_row(t) for t in self.tensors],
+            "tensors": [t.to_json() for t in self.tensors],
         }
 
     def __rich__(self) -> RenderableType:
-        columns = ("tensor", "dtype", "ours", "eager", "ours/eager", "")
-        table = Table(*columns, box=None, pad_edge=False, title=self.title, title_justify="left")
+        table = Table(*COLUMNS, box=None, pad_edge=False, title=self.title, title_justify="left")
         for t in self.tensors:
-            state = "[red]misses the bar[/red]" if t.problem else ""
-            e = t.pooled
-            dtype = str(e.dtype).removeprefix("torch.")
-            table.add_row(escape(t.name), dtype, f"{e.ours:.2e}", f"{e.eager:.2e}", f"{e.ratio:.3f}", state)
-        rule = (
-            f"relative error against float64, geometric mean of {self.seeds} seeds; allowed: {self.bar.factor:.2f} x "
-            f"eager's + {self.bar.units} units in the last place (a scalar: {self.bar.scalar_factor} x)"
-        )
+            table.add_row(*t.cells())
         mean = f"geometric mean of ours/eager over all tensors: {self.ratio:.3f}, allowed {self.ratio_limit:.3f}"
         verdict = ["[green]passes[/green]"] if self.ok else [f"[red]{escape(p)}[/red]" for p in self.problems]
-        return Group(table, "", rule, mean, *self.notes, *verdict)
+        return Group(table, "", rule_text(self.bar, self.seeds), mean, *self.notes, *verdict)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -140,17 +154,33 @@ def check(
 ) -> Verification:
     """Verify a model that may be given other weights for each seed, as one graph or ``per_block``;
     ``progress`` is told when a seed is done."""
-    model = subject.model
+    return _judge(
+        subject, errors_of(subject, seeds, options, per_block=per_block, progress=progress), seeds, bar or Bar()
+    )
+
+
+def errors_of(
+    subject: Subject,
+    seeds: int,
+    options: Mapping[str, Any] | None,
+    *,
+    per_block: bool,
+    progress: Callable[[int], None],
+    around: nn.Module | None = None,
+) -> dict[tuple[str, str], list[Errors]]:
+    """The errors of all seeds, by the kind and the name of the tensor; ``around`` is called in the model's place, and
+    has its parameters."""
+    called = around or subject.model
     errors: dict[tuple[str, str], list[Errors]] = {}
     with many_compilations():
-        ours, oracle = compiled_step(model, options, per_block=per_block), float64_step(model)
+        ours, oracle = compiled_step(called, options, per_block=per_block), float64_step(called)
         for seed in range(seeds):
             batch = subject.renew(seed) if subject.renew else varied(subject.batch, seed)
-            eager = eager_step(model, batch, seed)
-            for kind, name, pair in _compare(model, batch, ours(batch, seed), eager, oracle(batch, seed)):
+            eager = eager_step(called, batch, seed)
+            for kind, name, pair in _compare(subject.model, batch, ours(batch, seed), eager, oracle(batch, seed)):
                 errors.setdefault((kind, name), []).append(pair)
             progress(seed)
-    return _judge(subject, errors, seeds, bar or Bar())
+    return errors
 
 
 def varied(batch: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -214,10 +244,21 @@ def _target_rows(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor
     return {name: targets for name, p in model.named_parameters() if p is weight}
 
 
+def rule_text(bar: Bar, seeds: int) -> str:
+    """What is compared, and what is allowed, in a sentence."""
+    return (
+        f"relative error against float64, geometric mean of {seeds} seeds; allowed: {bar.factor:.2f} x "
+        f"eager's + {bar.units} units in the last place (a scalar: {bar.scalar_factor} x)"
+    )
+
+
+def judged(errors: Mapping[tuple[str, str], Sequence[Errors]], bar: Bar) -> list[Compared]:
+    """Each tensor's errors, held against the bar."""
+    return [Compared(n, kind, tuple(es), bar.why_not(pooled(es)) or "") for (kind, n), es in errors.items()]
+
+
 def _judge(subject: Subject, errors: dict[tuple[str, str], list[Errors]], seeds: int, bar: Bar) -> Verification:
-    tensors = []
-    for (kind, name), pairs in errors.items():
-        tensors.append(Compared(name, kind, tuple(pairs), bar.why_not(pooled(pairs)) or ""))
+    tensors = judged(errors, bar)
     problems = [f"{t.kind} {t.name}: {t.problem}" for t in tensors if t.problem]
     together = bar.why_not_all(t.pooled for t in tensors)
     ones = [n for n, p in subject.model.named_parameters() if p.dim() == 1 and bool((p == 1).all())]
@@ -234,18 +275,3 @@ def _judge(subject: Subject, errors: dict[tuple[str, str], list[Errors]], seeds:
         (*problems, *([together] if together else [])),
         (*subject.notes, *([note] if note else [])),
     )
-
-
-def _row(t: Compared) -> dict[str, Any]:
-    e = t.pooled
-    return {
-        "name": t.name,
-        "kind": t.kind,
-        "dtype": str(e.dtype).removeprefix("torch."),
-        "ours": e.ours,
-        "eager": e.eager,
-        "ratio": e.ratio,
-        "seeds": [{"ours": s.ours, "eager": s.eager} for s in t.errors],
-        "ok": not t.problem,
-        "problem": t.problem,
-    }

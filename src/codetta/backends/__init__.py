@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from codetta.backends.base import Backend
-from codetta.backends.hopper.support import why_not
+from codetta.backends.hopper.support import why_not, why_not_installed
 from codetta.errors import SettingsError, UnsupportedError
+from codetta.ir.program import Program
 from codetta.partition.plan import Plan
 
 # Where each backend's Executable lives. It is imported when it is asked for: kernels need packages that few have.
@@ -32,6 +33,15 @@ def get_bench(progress: Callable[[str, int, int], None]) -> Any:
     if reason is not None:
         raise UnsupportedError(f"there is nothing to tune here: {reason}", hint="codetta doctor says more")
     return importlib.import_module("codetta.backends.hopper.trial").Gpu(progress)
+
+
+def as_kernels(programs: Sequence[Program], rows: int) -> list[Any]:
+    """What each program is as a kernel for SM90 (``hopper.built``); UnsupportedError where none can be compiled."""
+    reason = why_not_installed()
+    if reason is not None:
+        raise UnsupportedError(f"kernels cannot be compiled here: {reason}", hint="codetta doctor says more")
+    found: list[Any] = importlib.import_module("codetta.backends.hopper.built").built(programs, rows)
+    return found
 
 
 def prepare(name: str, plans: Iterable[Plan], *, batch_invariant: bool = False, rows: int | None = None) -> None:

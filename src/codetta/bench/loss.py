@@ -3,7 +3,8 @@
 Timed is the whole Python call: the mean loss of random targets and ``torch.autograd.grad`` of x and the weight. The
 base is the time of the three bare cuBLAS GEMMs of the same shapes, into buffers that exist. Loss and gradients of
 every contender are first held against float32 with statistics in float64, the weight's gradient on target rows and on
-the rest apart. Peak memory is that of one step, above x and the weight, both gradients included.
+the rest apart; who adds up chunks in bfloat16 may be further off than we, which is told, but not wrong. Peak memory is
+that of one step, above x and the weight, both gradients included.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from codetta.bench.baselines import inductor
-from codetta.bench.check import compared
+from codetta.bench.check import PLAIN_LIMIT, compared
 from codetta.bench.contenders import BARE, OURS
 from codetta.bench.environment import watching
 from codetta.bench.kernels import Settings, told
@@ -31,7 +32,8 @@ from codetta.nn.linear_cross_entropy import Memory, linear_cross_entropy
 from codetta.timing import Variant, measure
 
 CASE = "head, loss, forward + backward"
-CASE_SECONDS = 9.0
+CASE_SECONDS = 15.0
+OTHERS_LIMIT = 5e-2  # sums over chunks rounded to bfloat16 are 1e-2 off; a missing term is off by half
 PART = 1024  # tokens of the reference at once
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -163,6 +165,7 @@ def peak(f: Loss, b: Batch) -> int | None:
     """The most memory of one step in bytes above what there was; None on a CPU."""
     if not b.x.is_cuda:
         return None
+    gc.collect()  # what a failed contender left in a cycle would be freed in between
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -197,8 +200,8 @@ def _at(shape: Shape, settings: Settings) -> list[Row]:
         settings.tell(f"{shape.name}: {name}")
         row = replace(blank, variant=name)
         try:
-            f = make()
-            row = replace(row, error=compared(name, named(b, *step(f, b)), expected))
+            f, limit = make(), PLAIN_LIMIT if name.startswith(OURS) else OTHERS_LIMIT
+            row = replace(row, error=compared(name, named(b, *step(f, b)), expected, limit))
             rows.append(replace(row, peak=peak(f, b)))
             ready[name] = partial(step, f, b)
         except Exception as error:  # somebody else's kernels may fail in any way; that is a result, too

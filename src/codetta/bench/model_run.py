@@ -1,15 +1,18 @@
-"""One contender of one whole model, in a process of its own: asked by a JSON argument, answers with JSON lines.
+"""One contender of one whole model, in a process of its own: it is told on its input what to do next, a JSON line each
+time, and answers with JSON lines.
 
-Each line repeats all that is known so far, so that what was measured survives what goes wrong later. In order: the
-unmodified model's loss and gradient norm, the contender's first step, and only if it gave the same, times and memory,
-the model's bare GEMMs in the same state of the card, and the profile.
+Each answer repeats all that is known so far, so that what was measured survives what goes wrong later. The duties are
+the first step, whose loss and gradients must be the unmodified model's, a turn of timed steps, and a look at where the
+time goes. Between duties the process holds weights and the optimizer's state, and nothing else of the GPU's memory.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from time import perf_counter
@@ -25,7 +28,7 @@ from codetta.bench.profile import profiled
 from codetta.errors import VerifyError
 from codetta.timing import Timing, Variant
 
-WARM_STEPS = 3
+WARM_STEPS = 2
 PROFILED_STEPS = 3
 RATE = 1e-5
 # Losses in bfloat16 are some 1e-4 apart. Liger behind torch.compile, which is wrong, was 3.6e-2 off.
@@ -35,30 +38,26 @@ NORM_LIMIT = 2e-2
 
 @dataclass(frozen=True)
 class Asked:
-    """What the process is to do: ``steps`` are timed; ``first`` ends it behind the first step."""
+    """Who runs what, where; ``options`` are those of our backend."""
 
     case: str
     contender: str
-    steps: int
     device: str
     options: dict[str, Any] = field(default_factory=dict)
-    first: bool = False
 
 
 @dataclass
 class Found:
-    """What became known. Times are in microseconds, ``first_step`` is in seconds, compilation included; a profile is
-    microseconds a step by kind."""
+    """What became known. Times are in microseconds, ``first_step`` is in seconds, compilation included; ``load`` has
+    the card's state in each turn; a profile is microseconds a step by kind."""
 
     parameters: int = 0
     flops: float = 0.0
     loss: float | None = None
     norm: float | None = None
-    eager_loss: float | None = None
-    eager_norm: float | None = None
     first_step: float | None = None
     samples: dict[str, list[float]] = field(default_factory=dict)
-    load: dict[str, float] = field(default_factory=dict)
+    load: list[dict[str, float]] = field(default_factory=list)
     peak: int | None = None
     bare: float | None = None
     profile: dict[str, float] = field(default_factory=dict)
@@ -81,8 +80,7 @@ class Training:
 
     def gradients(self) -> Tensor:
         """The loss, behind its backward pass."""
-        for p in self.model.parameters():
-            p.grad = None
+        self.forget()
         loss: Tensor = self.call(**self.batch).loss
         loss.backward()
         return loss.detach()
@@ -94,6 +92,11 @@ class Training:
             self.optimizer.step()
         return loss
 
+    def forget(self) -> None:
+        """Free the gradients."""
+        for p in self.model.parameters():
+            p.grad = None
+
     @property
     def norm(self) -> float:
         """Of all gradients together."""
@@ -101,68 +104,69 @@ class Training:
         return float(torch.stack([g.float().norm() for g in grads]).double().norm())
 
 
-def run(asked: Asked, found: Found) -> Iterator[str]:
-    """Fill in what is found; after each part its name is given."""
-    case, on_gpu = case_named(asked.case), asked.device == "cuda"
-    model, batch = case.build(asked.device)
-    found.parameters, found.flops = sum(p.numel() for p in model.parameters()), flops_of(model, case)
-    plain = Training(model, model, batch)
-    found.eager_loss, found.eager_norm = plain.gradients().item(), plain.norm
-    model.zero_grad()
-    if on_gpu:
-        torch.cuda.empty_cache()
-    yield "eager"
-    training = Training(model, CONTENDERS[asked.contender](model, asked.options), batch)
-    _first_step(training, case, found)
-    yield "first step"
-    if asked.first:
-        return
-    _timed(training, asked.steps, found, on_gpu)
-    yield "times"
-    if on_gpu:
-        found.bare = bare_gemms(model, case, training.step)
-        yield "bare GEMMs"
-    profile = profiled(training.step, PROFILED_STEPS, on_gpu)
-    found.profile, found.kernels, found.longest = profile.times, profile.kernels, profile.longest
-    yield "profile"
+class Contender:
+    """A contender with its model, and what was found of it."""
 
+    def __init__(self, asked: Asked, found: Found) -> None:
+        self.case, self.found, self.on_gpu = case_named(asked.case), found, asked.device == "cuda"
+        model, batch = self.case.build(asked.device)
+        found.parameters, found.flops = sum(p.numel() for p in model.parameters()), flops_of(model, self.case)
+        self.training = Training(model, CONTENDERS[asked.contender](model, asked.options), batch)
+        small = torch.ones(64, 64, device=asked.device, dtype=torch.bfloat16)
+        (small @ small).sum().item()  # the libraries are loaded: no part of a first step
 
-def _first_step(training: Training, case: Case, found: Found) -> None:
-    """VerifyError where the loss or the gradients are not eager's."""
-    begin = perf_counter()
-    found.loss = training.gradients().item()  # waits
-    seconds = perf_counter() - begin
-    found.norm = training.norm
-    begin = perf_counter()
-    if case.optimizer:
-        training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=RATE, fused=True)
-        training.optimizer.step()
-        _wait()
-    found.first_step = seconds + perf_counter() - begin
-    for name, ours, eager, limit in (
-        ("the first loss", found.loss, found.eager_loss or 0.0, LOSS_LIMIT),
-        ("the gradients' norm", found.norm, found.eager_norm or 0.0, NORM_LIMIT),
-    ):
-        if not abs(ours - eager) <= limit * abs(eager):
-            raise VerifyError(f"{name} is {ours:.6g}, and {eager:.6g} eager")
-
-
-def _timed(training: Training, steps: int, found: Found, on_gpu: bool) -> None:
-    """Steps back to back, the device waited for at the end only; the peak is of whole steps, with all that there is."""
-    ways: dict[str, Variant] = {FORWARD_BACKWARD: training.gradients}
-    if training.optimizer is not None:
-        ways = {FULL: training.step, **ways}
-    for name, step in ways.items():
-        for _ in range(WARM_STEPS):
-            step()
-        if on_gpu and found.peak is None:
+    def first(self, loss: float | None, norm: float | None) -> None:
+        """The first step; VerifyError where its loss or its gradients are not those given."""
+        training, found = self.training, self.found
+        begin = perf_counter()
+        found.loss = training.gradients().item()  # waits
+        seconds = perf_counter() - begin
+        found.norm = training.norm
+        begin = perf_counter()
+        if self.case.optimizer:
+            training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=RATE, fused=True)
+            training.optimizer.step()
             _wait()
-            torch.cuda.reset_peak_memory_stats()
-        with watching() as watched:
-            found.samples[name] = back_to_back([step], steps, on_gpu)[0]
-        if on_gpu and found.peak is None:
-            found.peak = torch.cuda.max_memory_allocated()
-        found.load = found.load or watched.values
+        found.first_step = seconds + perf_counter() - begin
+        for name, here, eager, limit in (
+            ("the first loss", found.loss, loss, LOSS_LIMIT),
+            ("the gradients' norm", found.norm, norm, NORM_LIMIT),
+        ):
+            if eager is not None and not abs(here - eager) <= limit * abs(eager):
+                raise VerifyError(f"{name} is {here:.6g}, and {eager:.6g} eager")
+
+    def turn(self, steps: int) -> None:
+        """Steps back to back, the device waited for at their end only. The peak is of whole steps."""
+        ways: dict[str, Variant] = {FORWARD_BACKWARD: self.training.gradients}
+        if self.training.optimizer is not None:
+            ways = {FULL: self.training.step, **ways}
+        for i, (name, step) in enumerate(ways.items()):
+            for _ in range(WARM_STEPS if i == 0 else 0):
+                step()
+            _wait()
+            if i == 0 and self.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            with watching() as watched:
+                times = back_to_back([step], steps, self.on_gpu)[0]
+            self.found.samples.setdefault(name, []).extend(times)
+            if i == 0:
+                self.found.load.append(watched.values)
+                self.found.peak = torch.cuda.max_memory_allocated() if self.on_gpu else None
+
+    def profile(self) -> None:
+        """Where a step's time goes, and how long its GEMMs take by cuBLAS."""
+        if self.on_gpu:
+            self.found.bare = bare_gemms(self.training.model, self.case, self.training.step)
+        found = profiled(self.training.step, PROFILED_STEPS, self.on_gpu)
+        self.found.profile, self.found.kernels, self.found.longest = found.times, found.kernels, found.longest
+
+    def release(self) -> None:
+        """Leave the GPU's memory to others."""
+        self.training.forget()
+        gc.collect()
+        if self.on_gpu:
+            _wait()
+            torch.cuda.empty_cache()
 
 
 def back_to_back(calls: list[Callable[[], object]], rounds: int, on_gpu: bool) -> list[list[float]]:
@@ -203,7 +207,7 @@ def bare_gemms(model: nn.Module, case: Case, step: Variant, rounds: int = 5) -> 
 
     def buffer(rows: int, columns: int) -> Tensor:
         if (rows, columns) not in tensors:
-            tensors[rows, columns] = torch.randn(rows, columns, device=weight.device).to(weight.dtype)
+            tensors[rows, columns] = torch.randn(rows, columns, device=weight.device, dtype=weight.dtype)
         return tensors[rows, columns]
 
     operands = {s: (buffer(case.tokens, s[1]), buffer(*s), buffer(case.tokens, s[0])) for s in sizes}
@@ -224,23 +228,36 @@ def bare_gemms(model: nn.Module, case: Case, step: Variant, rounds: int = 5) -> 
     return Timing(tuple(samples)).median
 
 
-def main(argument: str) -> int:
-    """Write a line after each part; 1 if one failed."""
+DUTIES: Mapping[str, Callable[..., None]] = {
+    "first": Contender.first,
+    "turn": Contender.turn,
+    "profile": Contender.profile,
+}
+
+
+def serve(asked: Asked, lines: Iterable[str], say: Callable[[str], object]) -> int:
+    """Answer once the model is there, and behind each duty; 1 where something failed, which ends it."""
     found = Found()
     try:
-        asked = Asked(**json.loads(argument))
-        for _ in run(asked, found):
-            _say(found)
+        contender = Contender(asked, found)
+        say(json.dumps(asdict(found)))
+        for line in lines:
+            duty = json.loads(line)
+            DUTIES[duty.pop("do")](contender, **duty)
+            contender.release()
+            say(json.dumps(asdict(found)))
     except Exception as error:  # any: what is known by now is told, with what went wrong
         found.note = told(error)
-        _say(found)
+        say(json.dumps(asdict(found)))
         return 1
     return 0
 
 
-def _say(found: Found) -> None:
-    sys.stdout.write(json.dumps(asdict(found)) + "\n")
-    sys.stdout.flush()
+def main(argument: str) -> int:
+    """Serve on the standard streams. What libraries print goes to the error stream."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return serve(Asked(**json.loads(argument)), sys.stdin, lambda text: answers.write(text + "\n"))
 
 
 if __name__ == "__main__":

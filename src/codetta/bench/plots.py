@@ -10,7 +10,7 @@ from typing import Any
 from codetta.bench import profile
 from codetta.bench.contenders import BARE as BARE_LAYER
 from codetta.bench.report import OURS
-from codetta.errors import UnsupportedError
+from codetta.errors import SettingsError, UnsupportedError
 from codetta.testing import geometric_mean
 
 Rows = Sequence[Mapping[str, Any]]
@@ -88,15 +88,23 @@ def _panel(axes: Any, case: str, rows: Rows) -> None:
     axes.margins(y=0.12)
 
 
-def draw_shares(found: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Where a whole model's step goes: one stacked bar a variant, in milliseconds, parts in per cent."""
-    rows: Rows = [r for r in found["rows"] if r["profile"]]
+def draw_shares(found: Mapping[str, Any], out: Path, variants: Sequence[str] = ()) -> list[Path]:
+    """Where a whole model's step goes: one stacked bar a variant, in milliseconds, parts in per cent; of all variants,
+    or of those named, in their order. ``out`` is a folder, or the PNG of a single case."""
+    rows: Rows = [r for r in found["rows"] if r["profile"] and (not variants or r["variant"] in variants)]
+    cases = list(dict.fromkeys(r["shape"] for r in rows))
+    if out.suffix == ".png" and len(cases) > 1:
+        raise SettingsError(f"one picture for {len(cases)} cases: {', '.join(cases)}", hint="give a folder")
     files = []
-    for case in dict.fromkeys(r["shape"] for r in rows):
-        mine = [r for r in rows if r["shape"] == case]
+    for case in cases:
+        mine = sorted((r for r in rows if r["shape"] == case), key=lambda r: _place(r["variant"], variants))
         figure, axes = _pyplot().subplots(figsize=(9.6, 1.4 + 0.6 * len(mine)), layout="constrained")
         for kind, color in SHARES.items():
             _stack(axes, mine, kind, color)
+        for i, r in enumerate(mine):
+            axes.text(sum(r["profile"].values()) / 1e3, i, _speed(r), va="center", fontsize=8, color=INK)
+        axes.margins(x=0.16)
+        axes.set_xlim(left=0)
         axes.set_yticks(range(len(mine)), [r["variant"] for r in mine])
         axes.invert_yaxis()
         axes.set_xlabel("ms a step, profiled", color=INK)
@@ -104,18 +112,29 @@ def draw_shares(found: Mapping[str, Any], folder: Path) -> list[Path]:
         axes.set_title(f"{case}, {mine[0]['tokens']:,} tokens, {mine[0]['case']}, {gpu}", fontsize=10, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(fontsize=8, ncols=len(SHARES), loc="outside lower center", frameon=False)
-        files += _written(figure, folder / f"model-{case}.png")
+        files += _written(figure, out if out.suffix == ".png" else out / f"model-{case}.png")
     return files
 
 
+def _place(variant: str, variants: Sequence[str]) -> int:
+    return list(variants).index(variant) if variant in variants else 0
+
+
+def _speed(r: Mapping[str, Any]) -> str:
+    """A step's time where nothing is profiled, and how much faster than the base it is."""
+    if not r["median"]:
+        return ""
+    return f"  {r['median'] / 1e3:,.1f} ms" + (f", {1 / r['ratio']:.2f}x" if r["base"] != r["variant"] else "")
+
+
 def _stack(axes: Any, rows: Rows, kind: str, color: str) -> None:
-    """One kind's part of every bar; those under 3 % get no number."""
+    """One kind's part of every bar; those under 4 % get no number."""
     kinds = list(SHARES)
     before = [sum(r["profile"][k] for k in kinds[: kinds.index(kind)]) / 1e3 for r in rows]
     times = [r["profile"][kind] / 1e3 for r in rows]
     drawn = axes.barh(range(len(rows)), times, left=before, label=kind, color=color)
     parts = [r["profile"][kind] / (sum(r["profile"].values()) or 1.0) for r in rows]
-    labels = [f"{p:.0%}" if p >= 0.03 else "" for p in parts]
+    labels = [f"{p:.0%}" if p >= 0.04 else "" for p in parts]
     axes.bar_label(drawn, labels, label_type="center", fontsize=8, color=INK)
 
 

@@ -81,7 +81,9 @@ class Report:
         self.rows += rows
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+            other = self.file.with_suffix(".new")  # a run that is cut off leaves the file as it was or as it is
+            other.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+            other.replace(self.file)
 
     @property
     def ok(self) -> bool:

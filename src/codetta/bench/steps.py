@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from codetta.capture.segment import Segment as Cut
 from codetta.core.node import Node
 from codetta.core.types import ROWS, Kind, f32, tile
 from codetta.errors import UnsupportedError
+from codetta.ir import ops
 from codetta.partition.plan import Plan, Step, View
 from codetta.partition.training import cotangent_name
 from codetta.runtime.compile import Segment as Compiled
@@ -69,11 +71,24 @@ def case_of(plan: Plan, step: Step, memory: Memory, rows: int, backend: str, nam
     """One step of a plan that was run with all its buffers."""
     inputs = tuple(dict.fromkeys(b for b in (step.a, *step.b, *step.loads) if b))
     outputs = tuple((b, View(b)) for b in step.stores)
+    folds = plan.reductions
+    memory = {**memory, **{b: _filled(memory[b], folds[b]) for b in inputs if b in folds}}
     # what a reduction's parts look like is the backend's own business: their type here is what they are
     parts = {b: tile(memory[b].shape[1], f32, rows=memory[b].shape[0]) for b in plan.partials.intersection(inputs)}
-    alone = Alone(inputs, outputs, (step,), {**plan.buffers, **parts}, plan.partials, plan.reductions)
+    alone = Alone(inputs, outputs, (step,), {**plan.buffers, **parts}, plan.partials, folds)
     own = {b: memory[b] for b in (*inputs, *step.stores) if b in memory}
     return Case(name, step, alone, own, rows, backend)
+
+
+def _filled(parts: Tensor, reduction: Node) -> Tensor:
+    """Parts with the memory between their rows, which a plan's own steps jump over, filled with what changes nothing:
+    a step that runs alone takes no input with gaps."""
+    if parts.dim() != 2 or parts.is_contiguous():
+        return parts
+    least = reduction.op is ops.LSE or reduction.attrs[0] == "max"
+    whole = parts.new_full((parts.shape[0], parts.stride(0)), -math.inf if least else 0.0)
+    whole[:, : parts.shape[1]] = parts
+    return whole
 
 
 def enlarged(case: Case, wanted: int) -> Case:
@@ -110,7 +125,7 @@ class Module:
 def compile_module(module: nn.Module, batch: Mapping[str, Tensor], memory: str) -> Module:
     """Capture a module whose whole graph is one segment; its weights are packed as ``torch.compile`` would."""
     torch._dynamo.reset()
-    graphs = captured(module, options={"memory": memory}, **batch)
+    graphs = captured(module, options={"memory": memory, "logits": "always"}, **batch)
     if len(graphs) != 1 or len(graphs[0].keys) != 1:
         counts = [len(g.keys) for g in graphs]
         raise UnsupportedError(

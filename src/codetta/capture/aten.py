@@ -12,15 +12,16 @@ from torch._ops import OpOverload
 
 from codetta.capture.contractions import CONTRACTIONS
 from codetta.capture.maps import MAPS
+from codetta.capture.programs import PROGRAM, PROGRAMS
 from codetta.capture.scope import Meaning, Scope
 from codetta.capture.views import VIEWS
 from codetta.errors import UnsupportedError
 
 aten = torch.ops.aten
 
-TABLE: dict[Any, Callable[..., Meaning]] = {**MAPS, **VIEWS, **CONTRACTIONS}
+TABLE: dict[Any, Callable[..., Meaning]] = {**MAPS, **VIEWS, **CONTRACTIONS, **PROGRAMS}
 
-GEMMS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default)
+GEMMS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, PROGRAM)
 
 REASONS: dict[Any, str] = {
     aten.scaled_dot_product_attention.default: "attention stays with PyTorch",

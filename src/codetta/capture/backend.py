@@ -19,14 +19,15 @@ from codetta import settings
 from codetta.backends import prepare
 from codetta.capture.kernels import pack_stacks, target
 from codetta.capture.logits import THROUGH, NoLogits, logits_outputs, outputs_of, without_outputs
-from codetta.capture.loss_head import without_logits
+from codetta.capture.loss_head import HeadTask, LossHead, head_memory, task_of, without_logits
 from codetta.capture.mask import make_attention_causal
 from codetta.capture.normalise import ignore_warning_loggers, normalise
 from codetta.capture.options import BackendOptions, parse
 from codetta.capture.segment import Capture, Segment, cut, token_rows
 from codetta.capture.splice import splice
+from codetta.capture.static import keep_static_inputs
 from codetta.capture.wide import double_precision, widened
-from codetta.errors import CaptureError
+from codetta.errors import CaptureError, SettingsError
 from codetta.ir.graph import Graph
 from codetta.partition.plan import Plan
 from codetta.runtime import library, registry
@@ -42,17 +43,22 @@ ignore_warning_loggers()
 
 @dataclass(slots=True)
 class CapturedGraph:
-    """One graph that Dynamo handed over: normalised, cut, with what was proven of each attention call's mask, and with
-    the content key of each segment."""
+    """One graph that Dynamo handed over: normalised, cut, with what was proven of each attention call's mask, with its
+    loss heads, and with the content key of each segment."""
 
     gm: GraphModule
     capture: Capture
     attention: list[str] = field(default_factory=list)
+    heads: list[LossHead] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
 
     def compiled(self) -> Iterator[tuple[Segment, Compiled]]:
         """Each captured segment with what it was compiled to."""
         yield from zip(self.capture.segments, (registry.segment_of(k) for k in self.keys), strict=True)
+
+    def tasks(self) -> list[HeadTask]:
+        """What its loss heads do."""
+        return [task_of(h.call) for h in self.heads]
 
     def given(self, index: int) -> tuple[str, ...]:
         """The outputs of a segment that get a gradient in a usual step: where the graph returns a loss, what it merely
@@ -132,20 +138,27 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
         graph = widened(graph)
     hidden = logits_outputs(graph) if chosen.logits == "never" else []
     fakes = without_outputs(graph, hidden)
-    if chosen.logits == "never" and chosen.rewrite and not chosen.widen:
-        without_logits(graph, "auto" if chosen.memory == "balanced" else chosen.memory)
+    heads = without_logits(graph, head_memory(chosen.memory)) if _own_head(chosen) else []
     packed = chosen.pack is True or (chosen.pack == "auto" and found.backend == "hopper")
     if chosen.rewrite:
         options = Options(found.backend, chosen.memory, packed, chosen.batch_invariant)
-        graph = _rewritten(graph, options, attention)
+        graph = _rewritten(graph, options, attention, heads)
+    if chosen.cudagraphs:
+        keep_static_inputs(gm, graph)
     run = _inner(chosen, device)(graph, example_inputs)
     pack_stacks(graph, example_inputs, packed)  # now: AOT still compared real offsets with those Dynamo saw
     run = _in_modes(run, [device, "cpu"], chosen.widen)
     return _with_placeholders(run, hidden, fakes) if hidden else run
 
 
-def _rewritten(graph: GraphModule, options: Options, attention: list[str]) -> GraphModule:
-    found = CapturedGraph(graph, cut(graph), attention)
+def _own_head(chosen: BackendOptions) -> bool:
+    """Whether a head whose logits only its loss reads becomes one call. Its GEMMs are the library's in part, whose
+    sums depend on the number of rows."""
+    return chosen.rewrite and not chosen.widen and not chosen.batch_invariant and chosen.logits != "always"
+
+
+def _rewritten(graph: GraphModule, options: Options, attention: list[str], heads: list[LossHead]) -> GraphModule:
+    found = CapturedGraph(graph, cut(graph), attention, heads)
     keys: dict[tuple[Graph, tuple[bool, ...]], str] = {}
 
     def register(segment: Graph, requires_grad: tuple[bool, ...]) -> str:
@@ -156,11 +169,12 @@ def _rewritten(graph: GraphModule, options: Options, attention: list[str]) -> Gr
 
     spliced = splice(graph, found.capture, register)
     found.keys = [keys[s.graph, s.requires_grad] for s in found.capture.segments]
-    rows = max(map(token_rows, found.capture.segments), default=0)
+    rows = max([*map(token_rows, found.capture.segments), *(t.sizes.tokens for t in found.tasks())], default=0)
     prepare(options.backend, _plans(found), batch_invariant=options.batch_invariant, rows=rows or None)
     for recorder in _RECORDERS:
         recorder.append(found)
-    log.info("%d segments, %d opaque calls", len(found.capture.segments), len(found.capture.opaque))
+    parts = len(found.capture.segments), len(heads), len(found.capture.opaque)
+    log.info("%d segments, %d loss heads, %d opaque calls", *parts)
     return spliced
 
 
@@ -171,6 +185,8 @@ def _plans(found: CapturedGraph) -> Iterator[Plan]:
         given = compiled.usable(found.given(i)) if compiled.wrt else ()
         if given:
             yield compiled.backward_plan(given)
+    for task in found.tasks():
+        yield from task.plans()
 
 
 def _warn_once(message: str) -> None:
@@ -188,7 +204,12 @@ def _device(example_inputs: Sequence[Any]) -> str:
 def _inner(chosen: BackendOptions, device: str) -> Callable[[GraphModule, Any], Run]:
     """Who runs the graph around the segments."""
     name = chosen.inner if chosen.inner != "auto" else "inductor" if device == "cuda" else "eager"
-    return lookup_backend(name)
+    run: Callable[..., Run] = lookup_backend(name)
+    if not chosen.cudagraphs:
+        return run
+    if name != "inductor":
+        raise SettingsError(f"cudagraphs=True: {name} records none", hint="inner='inductor', the default on a GPU")
+    return partial(run, config_patches={"triton.cudagraphs": True})
 
 
 def _in_modes(run: Run, devices: Sequence[str], widen: bool) -> Run:

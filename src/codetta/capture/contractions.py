@@ -48,7 +48,7 @@ def _rows_by_columns(s: Scope, x: Any) -> Value:
     return v
 
 
-def _gemm(s: Scope, x: Any, matrix: Any, *, transposed: bool) -> Value:
+def gemm(s: Scope, x: Any, matrix: Any, *, transposed: bool) -> Value:
     """``x`` times a matrix, which ``transposed`` says to take as its transpose."""
     v = _rows_by_columns(s, x)
     w, flipped = s.weight(matrix)
@@ -62,18 +62,18 @@ def _gemm(s: Scope, x: Any, matrix: Any, *, transposed: bool) -> Value:
 
 
 def _linear(s: Scope, x: Any, weight: Any, bias: Any) -> Value:
-    product_ = _gemm(s, x, weight, transposed=True)
+    product_ = gemm(s, x, weight, transposed=True)
     return product_ if bias is None else s.combine(add, product_, bias)
 
 
 def _matmul(s: Scope, x: Any, matrix: Any) -> Value:
-    return _gemm(s, x, matrix, transposed=False)
+    return gemm(s, x, matrix, transposed=False)
 
 
 def _addmm(s: Scope, bias: Any, x: Any, matrix: Any, beta: float, alpha: float) -> Value:
     if beta != 1 or alpha != 1:
         raise UnsupportedError("addmm with factors")
-    return s.combine(add, _gemm(s, x, matrix, transposed=False), bias)
+    return s.combine(add, gemm(s, x, matrix, transposed=False), bias)
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------

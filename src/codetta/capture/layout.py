@@ -38,6 +38,11 @@ Dims = tuple[Dim, ...]
 # --- sizes ----------------------------------------------------------------------------------------------------------
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size in the example that was captured, without a guard on it."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
 def size_of(value: int | torch.SymInt) -> Size:
     """A tensor's size as a number or as a symbolic expression, one form for sizes that must be equal."""
     if isinstance(value, int):

@@ -2,6 +2,9 @@
 
 transformers builds a mask tensor whenever it is traced, and repeats keys and values because there is one. Proven
 causal, the call becomes ``is_causal=True, enable_gqa=True`` on the keys and values themselves.
+
+Packed documents and windows shorter than the text are proven too, and told; but scaled_dot_product_attention has a
+causal path alone. One for documents would need their number, which is data: reading it waits for the device.
 """
 
 from contextlib import nullcontext
@@ -156,8 +159,11 @@ def _why_not(node: Node, mask: Node, proven: Facts) -> str | None:
         return "the mask has a gradient"
     if proven.all_true:
         return None
-    if not proven.causal or proven.documents or proven.padding or proven.unknown:
+    if not proven.causal or proven.unknown:
         return "it is not exactly causal"
+    if proven.documents or proven.padding:
+        what = "documents" if proven.documents else "padding"
+        return f"attention's causal path knows no {what}"
     queries, keys = (shape_of(n)[-2] for n in node.args[:2] if isinstance(n, Node))
     if not guard_or_false(queries == keys):
         return f"{queries} queries and {keys} keys"

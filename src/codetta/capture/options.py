@@ -11,6 +11,7 @@ from codetta.partition.cut import MEMORY, Memory
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "batch_invariant": (False, True),
+    "cudagraphs": (False, True),
     "logits": ("auto", "always", "never"),
     "memory": MEMORY,
     "inner": ("auto", "eager", "aot_eager", "inductor"),
@@ -26,15 +27,18 @@ CHOICES: dict[str, tuple[object, ...]] = {
 class BackendOptions:
     """What may be asked for.
 
-    ``logits``: "auto" returns what the model returns, "never" a placeholder that raises when it is used.
+    ``logits``: "auto" returns what the model returns; a head whose logits only its loss reads becomes one call with it.
+    "always" computes logits as the model does. "never" returns a placeholder for logits that raises when it is used.
     ``memory``: what forward keeps for backward, from "fast" (most) over "balanced" to "lean" (least).
     ``inner``: who runs what is no segment; "auto" is eager on a CPU, Inductor on a GPU.
+    ``cudagraphs``: Inductor records forward and backward as CUDA graphs and replays them.
     ``kernels``: "auto" runs segments on kernels where there are some for the GPU, and leaves the graph to Inductor
     elsewhere; "hopper" insists on them; "reference" runs segments on PyTorch operators also on a GPU.
     ``pack``: parameters that plans stack (q, k and v) are laid side by side when a graph is compiled; "auto" does so
     where kernels run.
     ``batch_invariant``: on kernels, a row's result has the same bits however many other rows there are; bare GEMMs then
-    run on our mainloop with a pinned tile, too. Without it, the library picks an algorithm by the number of rows.
+    run on our mainloop with a pinned tile, too. Without it, the library picks an algorithm by the number of rows; so it
+    does for programs that are no single kernel, each of which is told at level "warning". Weight gradients sum rows.
     ``prove_masks``: an attention mask that is plainly causal is dropped, and attention takes its causal path.
     For bisecting and tests, ``rewrite=False`` leaves the captured graph as it is, and ``widen=True`` runs it in float64
     whatever casts it contains."""
@@ -44,6 +48,7 @@ class BackendOptions:
     inner: str = "auto"
     kernels: str = "auto"
     pack: bool | str = "auto"
+    cudagraphs: bool = False
     batch_invariant: bool = False
     prove_masks: bool = True
     rewrite: bool = True

@@ -162,6 +162,16 @@ class Scope:
             raise UnsupportedError(f"{arg} is not complex")
         return Outside(arg, "real"), Outside(arg, "imag")
 
+    def as_kind(self, arg: Any, kind: Kind, cols: int | None, dims: Dims) -> Node:
+        """An argument whose kind and place the operator itself says; from outside, repeated where it is broadcast."""
+        found = self.lookup(arg)
+        if found is None:
+            self._operand(arg)
+            return self._enter(Outside(arg), kind, cols, dims)
+        if not isinstance(found, Value) or found.node.type.kind is not kind or found.dims != dims:
+            raise UnsupportedError(f"its argument {arg} does not lie as a {kind.value}")
+        return found.node
+
     def _operand(self, x: Any) -> Value | Outside | float | int | bool:
         if isinstance(x, (Value, Outside, float, int, bool)):
             return x

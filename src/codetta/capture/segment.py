@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from torch import SymInt, Tensor, fx
+from torch import Tensor, fx
 from torch.fx import GraphModule
 
 from codetta.capture.align import Value
 from codetta.capture.grow import Growth, grow, is_tensor, reads_size
 from codetta.capture.inplace import PINNED
+from codetta.capture.layout import size_hint
+from codetta.capture.loss_head import head_loss
 from codetta.capture.names import input_names, layer_of, module_of, output_names
 from codetta.capture.scope import Border
 from codetta.capture.views import FREE
@@ -50,7 +52,7 @@ def token_rows(segment: Segment) -> int:
         value = feed.border.source.meta.get("val")
         if node.type.rows != ROWS or not isinstance(value, Tensor):
             continue
-        size, columns = prod(map(_hint, value.shape)), node.type.cols
+        size, columns = prod(map(size_hint, value.shape)), node.type.cols
         if node.type.kind is Kind.COLVEC:
             return size
         if node.type.kind is Kind.TILE and isinstance(columns, int) and columns:
@@ -58,15 +60,10 @@ def token_rows(segment: Segment) -> int:
     return 0
 
 
-def _hint(size: int | SymInt) -> int:
-    """A size without a guard on it."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
-
-
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
     """An operator that stays with PyTorch: its node's name, the operator, why, and in which module. Views are free, and
-    not listed."""
+    not listed; nor is a loss head, which is programs of ours."""
 
     name: str
     op: str
@@ -116,7 +113,7 @@ def cut(gm: GraphModule) -> Capture:
     opaque = [
         OpaqueCall(n.name, str(n.target), growth.reasons[n], module_of(n))
         for n in left
-        if is_tensor(n) and n.target not in FREE
+        if is_tensor(n) and n.target not in FREE and n.target is not head_loss
     ]
     return Capture(segments, opaque, place, frozenset(needed), growth)
 
@@ -185,7 +182,9 @@ def _threaded(growth: Growth, parts: list[_Part]) -> dict[tuple[int, Node], tupl
     """For each later reader of a differentiable activation, the first reader's output that it reads instead.
 
     The first reader hands the activation on as an output, so that the gradients of all readers are summed inside
-    backward programs and not by an addition of autograd's."""
+    backward programs and not by an addition of autograd's, which would move two activations more. What is handed on is
+    a copy, one activation more, once a block that is compiled alone: a result of an operator may not lie in the memory
+    of an argument, and a schema has no way to say that one tensor of a list does."""
     first: dict[Node, int] = {}
     found: dict[tuple[int, Node], tuple[int, int]] = {}
     for i, p in enumerate(parts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,18 @@ GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.def
 def eager_bytes(gm: GraphModule, capture: Capture, index: int) -> tuple[int, int]:
     """The bytes of one segment's operators, forward and backward: every operator that is no view reads its inputs and
     writes its output; a GEMM only writes, and weight gradients do not count, as in our own plans' count."""
-    segment = capture.segments[index]
     region, sources = _region(gm, capture, index)
+    return moved(region, sources, _tokens(capture.segments[index], sources))
+
+
+def moved(region: GraphModule, sources: Sequence[fx.Node], tokens: int) -> tuple[int, int]:
+    """The same of operators as a graph of their own, fed with ``sources``."""
     leaves = [_meta(n) for n in sources]
     # from inputs that are no leaves, in-place operators and views work as inside of a model
     inputs = [x.view_as(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
-    tokens = _tokens(segment, sources)
     with _Count(tokens) as forward:
-        outputs = [y for y in region(*inputs) if isinstance(y, Tensor) and y.requires_grad]
+        returned = pytree.tree_leaves(region(*inputs))
+    outputs = [y for y in returned if isinstance(y, Tensor) and y.requires_grad]
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     if not outputs or not wanted:
         return forward.bytes, 0

@@ -12,8 +12,11 @@ import codetta
 from codetta.errors import CodettaError
 
 COMMANDS = {
+    "new": "Write an epilogue file: a small working program with its plain-PyTorch reference.",
+    "check": "Compare an epilogue file's programs with their references, and compile them.",
     "demo": "Train a small Llama on real text twice, eager and codetta, and compare.",
     "explain": "Show what becomes of a model: programs, leftovers with reasons, bytes, time.",
+    "show": "Show an epilogue, or a segment of a model, after each pass of the compiler.",
     "verify": "Compare outputs and gradients with float64 and with eager.",
     "tune": "Measure which configuration of each kernel is fastest on this GPU, and keep it.",
     "bench": "Measure programs and layers next to bare GEMMs and others' kernels.",

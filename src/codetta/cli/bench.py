@@ -15,13 +15,13 @@ from codetta.bench.kernels import ROUNDS, Settings, kernels
 from codetta.bench.launch import CALLS, TOKENS, launch
 from codetta.bench.layer import layer
 from codetta.bench.loss import loss
-from codetta.bench.model import STEPS, Chosen, ModelReport, model
+from codetta.bench.model import STEPS, Chosen, model
 from codetta.bench.model_cases import CASES, DEFAULT_CASE
+from codetta.bench.model_rows import ModelReport
 from codetta.bench.paper import paper
-from codetta.bench.plots import draw, draw_errors, draw_overview
+from codetta.bench.plots import draw, draw_errors, draw_overview, draw_shares
 from codetta.bench.report import Report
 from codetta.bench.shapes import LLAMA, PAPER, SHAPES, Shape, chosen
-from codetta.capture.options import CHOICES, parse
 from codetta.cli.options import Json, errors, show
 from codetta.errors import SettingsError, UnsupportedError
 from codetta.partition.cut import MEMORY
@@ -48,15 +48,15 @@ Variants = Annotated[
     typer.Option(help="Besides ours and the base, variants whose name begins so; of whole models just those named."),
 ]
 Budget = Annotated[float | None, typer.Option(help="Seconds after which no case is begun.")]
-Keep = Annotated[str, typer.Option(help=f"What the kernel level's plans keep: {', '.join(MEMORY)}.")]
+Keep = Annotated[str, typer.Option(help=f"What plans of single kernels and of whole models keep: {', '.join(MEMORY)}.")]
 Calls = Annotated[int, typer.Option(min=1, help="Calls of the launch level.")]
 Cases = Annotated[
     list[str] | None, typer.Option("--case", help=f"Whole models, of {', '.join(CASES)}; commas or several times.")
 ]
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a whole model.")]
-Logits = Annotated[str, typer.Option(help=f"Of our whole models: {', '.join(map(str, CHOICES['logits']))}.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a whole model in a round.")]
 Cold = Annotated[
-    bool, typer.Option("--cold", help="Whole models' first steps also with empty caches, in a process more.")
+    bool,
+    typer.Option("--cold", help="Whole models' first steps one at a time, with empty caches and with full ones."),
 ]
 Tuned = Annotated[bool, typer.Option("--tuned-quack", help="Let QuACK try its tiles: tens of seconds a case.")]
 Out = Annotated[
@@ -77,7 +77,6 @@ def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
     calls: Calls = CALLS,
     case: Cases = None,
     steps: Steps = STEPS,
-    logits: Logits = "auto",
     cold: Cold = False,
     tuned_quack: Tuned = False,
     out: Out = None,
@@ -85,7 +84,7 @@ def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
 ) -> None:
     """Exit with 1 if something of ours was wrong or was not measured."""
     if what == CHARTS:
-        _chart(file, out or Path("."))
+        _chart(file, out or Path("."), [v.strip() for given in variants or () for v in given.split(",")])
         return
     if what not in DEFAULT:
         raise SettingsError(f"nothing called {what!r} to measure", hint=f"there is: {', '.join(DEFAULT)}, {CHARTS}")
@@ -94,7 +93,7 @@ def bench(  # noqa: PLR0913, PLR0917 - a parameter an option
     on_gpu = torch.cuda.is_available()
     names = [n for given in shapes or DEFAULT[what] for n in given.split(",")]
     found = chosen(names, tokens or (TOKENS if what == "launch" else None))
-    options = {"logits": parse({"logits": logits}).logits} if logits != "auto" else {}
+    options = {"memory": memory} if memory != "balanced" else {}
     models = Chosen(tuple(n for given in case or [DEFAULT_CASE] for n in given.split(",")), steps, options, cold)
     report = (ModelReport if what == "model" else Report)(what, out, budget)
     with errors.status("") as status:
@@ -131,12 +130,14 @@ def _levels(calls: int, models: Chosen) -> dict[str, Callable[[list[Shape], Sett
     }
 
 
-def _chart(file: Path | None, out: Path) -> None:
+def _chart(file: Path | None, out: Path, variants: list[str]) -> None:
     if file is None or not file.is_file():
         raise SettingsError(f"no file {file}" if file else "no file given", hint=f"codetta bench {CHARTS} FILE")
     found: dict[str, Any] = text.loads(file.read_text(encoding="utf-8"))
     if "results" in found:
         files = draw_errors(found, out)
+    elif found["level"] == "model":
+        files = draw_shares(found, out, variants)
     else:
         files = draw_overview(found, out) if out.suffix == ".png" else draw(found, out)
     for written in files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,13 @@ def show(result: Any, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
     else:
-        console = Console()
-        # a terminal has the width it has; a file or a pipe gets lines that programs in language form fit on
-        Console(width=None if console.is_terminal else 120).print(result, crop=False)
+        show_all([result])
+
+
+def show_all(results: Iterable[Any]) -> None:
+    """Print results as rich makes them."""
+    console = Console()
+    # a terminal has the width it has; a file or a pipe gets lines that programs in language form fit on
+    wide = Console(width=None if console.is_terminal else 120)
+    for result in results:
+        wide.print(result, crop=False)

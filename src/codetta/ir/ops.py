@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from codetta.core.node import Infer, Node, Op
 from codetta.core.types import (
     AXES,
+    DTYPES,
     Dim,
     DType,
     Kind,
@@ -109,7 +110,8 @@ def _where(args: Args, attrs: Attrs) -> Type:
 
 def _cast(args: Args, attrs: Attrs) -> Type:
     if not isinstance(attrs[0], DType):
-        raise TypeMismatch(f"to: {attrs[0]!r} is no dtype")
+        there = ", ".join(DTYPES)
+        raise TypeMismatch(f"to: {attrs[0]!r} is no dtype that can be stored", hint=f"there are: {there}")
     return args[0].type.of(attrs[0])
 
 

@@ -18,6 +18,8 @@ from codetta.core.types import AXES, ROWS, Dim, DType, Kind, Sym, Type, f32
 from codetta.errors import CodettaError, ShapeError, SourceLine, TypeMismatch
 from codetta.ir import build, ops
 from codetta.lang import record
+from codetta.lang.corrections import correction, first_parts
+from codetta.lang.teach import chosen, powers, renamed, taken_apart, without_numbers
 
 V = TypeVar("V", bound="Value")
 _SIZE = re.compile(r"(?:(\d+)\*)?([A-Za-z_]\w*)(?:/(\d+))?")
@@ -34,7 +36,8 @@ def make(op: Op, *args: object, attrs: tuple[Any, ...] = ()) -> Any:
         made = node(op, *nodes, attrs=attrs, where=line)
     except CodettaError as e:
         message = e.message if e.message.startswith(op.name) else f"{op.name}: {e.message}"
-        raise type(e)(message, where=e.where or line, hint=e.hint) from None
+        e.write = e.write or correction(op, nodes, attrs, names_in(frame), line)
+        raise e.told(message, e.where or line) from None
     _remember(made, line, frame)
     return wrap(made)
 
@@ -50,10 +53,11 @@ def _operand(op: Op, value: object, line: SourceLine) -> Node:
     number = number_of(value)
     if number is not None:
         return build.const(number)
-    hint = "a program takes its values as parameters and its numbers as Python numbers"
+    hint, write = "a program takes its values as parameters and its numbers as Python numbers", None
     if isinstance(value, tuple):
-        hint = "halves, adjacent and columns give several parts: `a, b = halves(x)`"
-    raise TypeMismatch(f"{op.name} takes traced values and numbers, not {_described(value)}", where=line, hint=hint)
+        hint, write = "halves, adjacent and columns give several parts: `a, b = halves(x)`", first_parts(line)
+    message = f"{op.name} takes traced values and numbers, not {_described(value)}"
+    raise TypeMismatch(message, where=line, hint=hint, write=write)
 
 
 def number_of(value: object) -> bool | int | float | None:
@@ -76,9 +80,17 @@ def _remember(n: Node, line: SourceLine, frame: FrameType) -> None:
     trace = record.active()
     if trace is not None:
         trace.lines.setdefault(n, line)
-        for name, value in frame.f_locals.items():
-            if isinstance(value, Value):
-                trace.names.setdefault(value.node, name)
+        for node_, name in names_in(frame).items():
+            trace.names.setdefault(node_, name)
+
+
+def names_in(frame: FrameType) -> dict[Node, str]:
+    """The variables of the user's function that hold values."""
+    found: dict[Node, str] = {}
+    for name, value in frame.f_locals.items():
+        if isinstance(value, Value):
+            found.setdefault(value.node, name)
+    return found
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -161,26 +173,26 @@ class Value:
             case -0.5:
                 return make(ops.RSQRT, self)  # type: ignore[no-any-return]
         shown = exponent if number_of(exponent) is not None else "that"
-        hint = "write a product, or exp(p * log(x)) where x is positive"
-        raise TypeMismatch(
-            f"** takes the exponents 2, -1, 0.5 and -0.5, not {shown}", where=record.user_line(), hint=hint
-        )
+        hint, line = "write a product, or exp(p * log(x)) where x is positive", record.user_line()
+        message = f"** takes the exponents 2, -1, 0.5 and -0.5, not {shown}"
+        raise TypeMismatch(message, where=line, hint=hint, write=powers(line))
 
     def __rpow__(self, base: object) -> NoReturn:
-        hint = "write exp(x * log(base)), with the logarithm as a number"
-        raise TypeMismatch("a power with a traced exponent", where=record.user_line(), hint=hint)
+        hint, line = "write exp(x * log(base)), with the logarithm as a number", record.user_line()
+        raise TypeMismatch("a power with a traced exponent", where=line, hint=hint, write=powers(line))
 
     def __bool__(self) -> bool:
         message = (
             f"`if`, `while`, `and`, `or`, `not` and chained comparisons need a bool now; this {self} has no value yet"
         )
         hint = "choose with where(condition, a, b), combine with & | ~, and clamp with maximum(a, b) or minimum(a, b)"
-        raise TypeMismatch(message, where=record.user_line(), hint=hint)
+        line = record.user_line()
+        raise TypeMismatch(message, where=line, hint=hint, write=chosen(line))
 
     def _no_number(self) -> NoReturn:
         message = f"float(), int(), len() and range() need a number now; this {self} has no value yet"
-        hint = "take the number as a Python constant, or the value as a Scalar parameter"
-        raise TypeMismatch(message, where=record.user_line(), hint=hint)
+        hint, line = "take the number as a Python constant, or the value as a Scalar parameter", record.user_line()
+        raise TypeMismatch(message, where=line, hint=hint, write=without_numbers(line))
 
     __float__ = __int__ = __index__ = __len__ = __complex__ = __round__ = _no_number
 
@@ -193,14 +205,16 @@ class Value:
     def _no_parts(self) -> NoReturn:
         message = f"a {self} is seen one tile at a time and cannot be indexed or unpacked"
         hint = "columns come apart with halves, adjacent, columns or equal_columns; a column is picked by select_column"
-        raise TypeMismatch(message, where=record.user_line(), hint=hint)
+        line = record.user_line()
+        raise TypeMismatch(message, where=line, hint=hint, write=taken_apart(line))
 
     @classmethod
     def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
         """Refuse PyTorch's functions, which would not be traced."""
         name = getattr(func, "__name__", "a function")
-        hint = "use the function of that name from codetta, or a Python operator; see docs/language.md"
-        raise TypeMismatch(f"torch's {name} on a traced {cls.__name__}", where=record.user_line(), hint=hint)
+        hint, line = "use the function of that name from codetta, or a Python operator", record.user_line()
+        write = renamed(line, name)
+        raise TypeMismatch(f"torch's {name} on a traced {cls.__name__}", where=line, hint=hint, write=write)
 
     def __repr__(self) -> str:
         return repr(self.node.type)

@@ -14,7 +14,9 @@ from codetta.lang import record
 from codetta.lang.annotations import Value, number_of, wrap
 from codetta.lang.expression import ATOM, Text, expression
 from codetta.lang.functions import LANGUAGE
+from codetta.lang.rule_ways import around_the_rule
 from codetta.lang.signature import definition, parameters
+from codetta.lang.teach import renamed, stored_last, without_extras
 
 RETURN = "end with `return dict(name=value, ...)`, one entry for each tile or vector to store, or return one value"
 MAX_EXPRESSION = 60  # characters of an expression in an error
@@ -36,11 +38,12 @@ def program_of(
     found = legal.why_not(role, roots, params[0] if role == "epilogue" else None, lambda n: _told(n, trace.names))
     if found is not None:
         line = trace.lines.get(found.node, where)
-        raise BlockLocalError(f"{name}: {found.reason}", where=line, hint=found.hint)
+        write = around_the_rule(role, found, name, trace.names, line)
+        raise BlockLocalError(f"{name}: {found.reason}", where=line, hint=found.hint, write=write)
     try:
         return Program(name, role, params, outputs, gemm)
     except CodettaError as e:
-        raise type(e)(e.message, where=where, hint=e.hint) from None
+        raise e.told(e.message, where) from None
 
 
 def _run(fn: Callable[..., Any], params: tuple[Node, ...]) -> object:
@@ -48,15 +51,18 @@ def _run(fn: Callable[..., Any], params: tuple[Node, ...]) -> object:
         return fn(*map(wrap, params))
     except NameError as e:
         line = record.line_of_error(e.__traceback__)
-        raise TypeMismatch(f"{fn.__name__}: {e}", where=line, hint=_similar(e.name)) from e
+        name = str(e.name)
+        write = f"from codetta import {name}" if name in LANGUAGE else renamed(line, name)
+        raise TypeMismatch(f"{fn.__name__}: {e}", where=line, hint=_similar(name), write=write) from e
     except (TypeError, AttributeError) as e:
         line = record.line_of_error(e.__traceback__)
         hint = "a program's body is Python on traced values: operators, the language's functions, and numbers"
-        raise TypeMismatch(f"{fn.__name__}: {e}", where=line, hint=hint) from e
+        write = renamed(line, str(e.name)) if isinstance(e, AttributeError) else without_extras(line, e)
+        raise TypeMismatch(f"{fn.__name__}: {e}", where=line, hint=hint, write=write) from e
 
 
-def _similar(name: str | None) -> str:
-    close = difflib.get_close_matches(name or "", LANGUAGE, n=3, cutoff=0.6)
+def _similar(name: str) -> str:
+    close = difflib.get_close_matches(name, LANGUAGE, n=3, cutoff=0.6)
     if name in LANGUAGE:
         return f"`from codetta import {name}`"
     start = f"did you mean {' or '.join(close)}? " if close else ""
@@ -66,13 +72,15 @@ def _similar(name: str | None) -> str:
 def _outputs(result: object, where: SourceLine) -> tuple[tuple[str, Node], ...]:
     match result:
         case None:
-            raise TypeMismatch("the function returns nothing", where=where, hint=RETURN)
+            message, write = "the function returns nothing, so nothing is stored", stored_last(where)
+            raise TypeMismatch(message, where=where, hint=RETURN, write=write)
         case Value():
             return (("out", result.node),)
         case Mapping() if result:
             return tuple((_key(key, where), _output(key, value, where)) for key, value in result.items())
     shown = "an empty dict" if isinstance(result, Mapping) else f"a {type(result).__name__}"
-    raise TypeMismatch(f"the function returns {shown}; every output has a name", where=where, hint=RETURN)
+    message, write = f"the function returns {shown}; every output has a name", stored_last(where)
+    raise TypeMismatch(message, where=where, hint=RETURN, write=write)
 
 
 def _key(key: object, where: SourceLine) -> str:
@@ -85,8 +93,8 @@ def _output(key: object, value: object, where: SourceLine) -> Node:
     if isinstance(value, Value):
         return value.node
     if number_of(value) is not None:
-        hint = f"write const({value!r}) to store a number as a Scalar"
-        raise TypeMismatch(f"output `{key}` is the plain number {value!r}", where=where, hint=hint)
+        hint, write = f"write const({value!r}) to store a number as a Scalar", f"return dict({key}=const({value!r}))"
+        raise TypeMismatch(f"output `{key}` is the plain number {value!r}", where=where, hint=hint, write=write)
     hint = "return each part under its own name" if isinstance(value, tuple) else RETURN
     raise TypeMismatch(f"output `{key}` is a {type(value).__name__}, no traced value", where=where, hint=hint)
 

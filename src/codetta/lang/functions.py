@@ -10,7 +10,7 @@ from codetta.core.types import Dim, DType, Kind, f32
 from codetta.errors import ShapeError, TypeMismatch
 from codetta.ir import ops, split
 from codetta.ir.split import Split
-from codetta.lang import record
+from codetta.lang import names, record
 from codetta.lang.annotations import (
     Annotation,
     ColVec,
@@ -31,7 +31,7 @@ Unary = Callable[[V], V]
 Binary = Callable[[V | float, V | float], V]
 F = TypeVar("F", bound=Callable[..., Any])
 
-LANGUAGE: dict[str, Callable[..., Any]] = {}  # every function by its name
+LANGUAGE = names.LANGUAGE  # every function by its name: filled here
 FORMS: dict[Op, list[str]] = {}  # how to say each op
 
 

@@ -3,7 +3,11 @@
 A loss needs a few numbers of each row of logits z, its *statistics*: the log-sum-exp, the logit at the target's column,
 for smoothed labels the sum; for metrics the largest logit and, for the entropy, the mean E[z] under the softmax. The
 mean is taken online, without knowing the log-sum-exp before: with u = max(z, 0) + 1 and v = max(-z, 0) + 1, both
-positive, E[u] = exp(lse(z + log u) - lse(z)), and z = u - v."""
+positive, E[u] = exp(lse(z + log u) - lse(z)), and z = u - v.
+
+Logits of four bytes and more are first shifted by a number of each row, about the target's logit: where the target is
+all but certain, its logit and the log-sum-exp are then near zero, and what is left of one minus its probability is no
+difference of two large numbers. Narrow logits are rounded by more than that."""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ from codetta.ir.build import (
     neg,
     reduce,
     select_column,
+    sub,
     sum_col,
     sum_row,
 )
@@ -49,6 +54,19 @@ class Head:
     bias: DType | None = None
     scale: float = 1.0
     softcap: float | None = None
+
+    @property
+    def shifts(self) -> bool:
+        """Whether logits are shifted by ``shift``, a number of each row."""
+        return self.dtype.bytes > 2
+
+    def shifted(self, linear: Node) -> tuple[Node, list[Node]]:
+        """The logits as statistics are taken of them, and the shift if there is one."""
+        z = self.logits(linear)
+        if not self.shifts:
+            return z, []
+        shift = input_("shift", colvec(linear.type.dtype))
+        return sub(z, shift), [shift]
 
     def logits(self, linear: Node) -> Node:
         """The logits, from what the linear layer gives."""
@@ -83,8 +101,7 @@ def _statistics(z: Node, index: Node, wanted: tuple[str, ...]) -> dict[str, Node
     return {name: made[name]() for name in wanted}
 
 
-@lru_cache(maxsize=256)
-def statistics_plan(head: Head, cols: int, wanted: tuple[str, ...], stored: bool) -> Plan:
+def statistics_graph(head: Head, cols: int, wanted: tuple[str, ...], stored: bool) -> Graph:
     """From x, the weight's rows of ``cols`` columns (and their bias) and the targets' columns ``index`` to the wanted
     statistics; the linear layer's outcome is ``stored`` as ``logits``, rounded once, or nowhere.
 
@@ -94,41 +111,79 @@ def statistics_plan(head: Head, cols: int, wanted: tuple[str, ...], stored: bool
     linear, inputs = head.linear(cols)
     index = input_("index", colvec(i32))
     rounded = cast(cast(linear, head.dtype), linear.type.dtype) if stored else linear
-    found = _statistics(head.logits(rounded), index, wanted)
+    z, shift = head.shifted(rounded)
+    found = _statistics(z, index, wanted)
     outputs = [(name, n) for name, n in found.items()]
     if stored:
         outputs.append(("logits", cast(linear, head.dtype)))
-    return make_plan(Graph((*inputs, index), tuple(outputs)))
+    return Graph((*inputs, index, *shift), tuple(outputs))
 
 
-def _gradient(head: Head, cols: int, given: tuple[str, ...], acc: Type) -> tuple[Node, Node, list[Node]]:
+@lru_cache(maxsize=256)
+def statistics_plan(head: Head, cols: int, wanted: tuple[str, ...], stored: bool) -> Plan:
+    """The programs of that."""
+    return make_plan(statistics_graph(head, cols, wanted, stored))
+
+
+def _derived(head: Head, cols: int, given: tuple[str, ...], acc: Type) -> tuple[Node, Node, list[Node]]:
     """The gradient of the linear layer's outcome ``acc``, derived, from the gradients of the ``given`` statistics and
     the log-sum-exp, which is known."""
     linear, index = input_("linear", acc), input_("index", colvec(i32))
     kept = {LSE, *given}
-    found = _statistics(head.logits(linear), index, tuple(name for name in DIFFERENTIABLE if name in kept))
+    z, shift = head.shifted(linear)
+    found = _statistics(z, index, tuple(name for name in DIFFERENTIABLE if name in kept))
     cotangents = {name: input_(f"d_{name}", colvec(acc.dtype)) for name in given}
-    graph = Graph((linear, index), tuple(found.items()))
+    graph = Graph((linear, index, *shift), tuple(found.items()))
     derived = gradients(graph, cotangents, [linear])[linear]
     if derived is None:
         raise PlanError(f"no statistic of {given} has a gradient")
     lse = input_(LSE, colvec(acc.dtype))  # known, and put in before anything inside it is rewritten
     (whole,) = simplify(substitute([derived], {found[LSE]: lse}), set())
-    return linear, whole, [index, lse, *cotangents.values()]
+    return linear, whole, [index, *shift, lse, *cotangents.values()]
 
 
-@lru_cache(maxsize=256)
-def gradient_plan(head: Head, cols: int, given: tuple[str, ...], outputs: tuple[str, ...], stored: bool) -> Plan:
-    """The logits' gradient, ``logits``, rounded once, and the bias's, ``bias``, as asked for in ``outputs``: from the
-    ``stored`` outcome of the linear layer, or with the linear layer computed again."""
+def _gradient(head: Head, cols: int, given: tuple[str, ...], stored: bool) -> tuple[Node, list[Node]]:
+    """The gradient of the linear layer's outcome and the inputs it may read: from the ``stored`` outcome, or with the
+    linear layer computed again."""
     compute = compute_dtype(head.dtype)
-    linear, derived, rest = _gradient(head, cols, given, tile(cols, compute))
+    linear, derived, rest = _derived(head, cols, given, tile(cols, compute))
     if stored:
         kept = input_("kept", tile(cols, head.dtype))
         again, inputs = cast(kept, compute), [kept]
     else:
         again, inputs = head.linear(cols)
     (whole,) = substitute([derived], {linear: again})
+    return whole, [*inputs, *rest]
+
+
+@lru_cache(maxsize=256)
+def gradient_plan(head: Head, cols: int, given: tuple[str, ...], outputs: tuple[str, ...], stored: bool) -> Plan:
+    """The logits' gradient, ``logits``, rounded once, and the bias's, ``bias``, as asked for in ``outputs``: from the
+    ``stored`` outcome of the linear layer, or with the linear layer computed again."""
+    whole, inputs = _gradient(head, cols, given, stored)
     made = {"logits": cast(whole, head.dtype), "bias": sum_col(whole)}
-    used = set(postorder(made[name] for name in outputs))
-    return make_plan(Graph((*inputs, *(n for n in rest if n in used)), tuple((f"d_{n}", made[n]) for n in outputs)))
+    return _plan(inputs, {f"d_{n}": made[n] for n in outputs})
+
+
+@lru_cache(maxsize=256)
+def backward_plan(head: Head, cols: int, given: tuple[str, ...], wanted: tuple[str, ...], stored: bool) -> Plan:
+    """All of backward, the gradients ``wanted`` of x, weight and bias, for whoever counts and reads: run is
+    ``gradient_plan`` for each slab, with GEMMs of the library's behind it."""
+    whole, inputs = _gradient(head, cols, given, stored)
+    rounded = cast(whole, head.dtype)
+    x, weight = (
+        input_("x", tile(head.features, head.dtype)),
+        input_("weight", tile(head.features, head.dtype, rows=cols)),
+    )
+    made = {
+        "x": lambda: cast(matmul(rounded, weight, "nn"), head.dtype),
+        "weight": lambda: cast(matmul(rounded, x, "tn"), head.dtype),
+        "bias": lambda: cast(sum_col(whole), head.bias or head.dtype),
+    }
+    return _plan([*dict.fromkeys([*inputs, x, weight])], {f"d_{n}": made[n]() for n in wanted})
+
+
+def _plan(inputs: list[Node], outputs: dict[str, Node]) -> Plan:
+    """The programs of outputs from those inputs that they read."""
+    read = set(postorder(outputs.values()))
+    return make_plan(Graph(tuple(n for n in inputs if n in read), tuple(outputs.items())))

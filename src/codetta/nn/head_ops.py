@@ -7,7 +7,7 @@ can see that memory. A compiler may have reused it for something else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codetta.nn.head_graphs import DIFFERENTIABLE, LSE
+from codetta.backends.reference.evaluate import DTYPE_OF
+from codetta.nn.head_graphs import DIFFERENTIABLE, LSE, Head
 from codetta.nn.head_run import NOTHING_HELD, Call, Wanted, What, backward, forward
 from codetta.nn.slabs import Slab, cut
 from codetta.runtime.library import keeps_graph, no_second_derivative
 
 LIBRARY = torch.library.Library("codetta", "FRAGMENT")
-# ts are x, the weight, the targets' columns and, where there is one, the bias (Call); what is What's text; wanted and
-# given are names of statistics; kept is the log-sum-exp, then what forward held; needed says whose gradients are asked.
+# ts are x, the weight, the targets' columns and, where there are any, the shift and the bias (Call); what is What's
+# text; wanted and given are names of statistics; kept is the log-sum-exp, then what forward held; needed says whose
+# gradients are asked.
 LIBRARY.define("head(Tensor[] ts, str what, str wanted) -> Tensor[]")
 LIBRARY.define("head_forward(Tensor[] ts, str what, str wanted) -> Tensor[]")
 LIBRARY.define(
@@ -40,8 +42,15 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def _call(ts: list[Tensor], what: str) -> Call:
-    return Call(What.read(what), *ts)
+def _call(ts: Sequence[Tensor], what: str) -> Call:
+    x, weight, index, *more = ts
+    shift = more.pop(0) if shifts(x.dtype) else None
+    return Call(What.read(what), x, weight, index, more[0] if more else None, shift)
+
+
+def shifts(dtype: torch.dtype) -> bool:
+    """Whether a head of that dtype is given a shift."""
+    return Head(1, DTYPE_OF[dtype]).shifts
 
 
 @contextmanager
@@ -129,8 +138,8 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The gradients of x, weight and bias."""
         named = {n: g for n, g in zip(ctx.names, grads, strict=True) if g is not None and n in DIFFERENTIABLE}
-        x, weight, _, *bias = ctx.needs_input_grad[2:]
-        needed = [x, weight, any(bias)]
+        x, weight, *more = ctx.needs_input_grad[2:]  # the others are the index, which has none, the shift, the bias
+        needed = [x, weight, any(more)]
         if not named or not any(needed):
             return tuple(None for _ in ctx.needs_input_grad)
         saved = ctx.saved_tensors
@@ -142,7 +151,7 @@ class _Differentiable(torch.autograd.Function):
         else:
             found = iter(torch.ops.codetta.head_backward(*given))
         dx, dw, db = (next(found) if is_needed else None for is_needed in needed)
-        return None, None, dx, dw, None, *([db] if bias else [])
+        return None, None, dx, dw, *[None for _ in more[1:]], db
 
 
 def _head(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:

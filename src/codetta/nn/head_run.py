@@ -18,7 +18,7 @@ from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.core.types import compute_dtype
 from codetta.nn.head_gemms import InputGradient, weight_gradient
 from codetta.nn.head_graphs import LARGEST, LSE, TARGET, TOTAL, Head, gradient_plan, statistics_plan
-from codetta.nn.slabs import GRAIN, Sizes, Slab, cut, regions, slab_width, slabs
+from codetta.nn.slabs import GRAIN, Sizes, Slab, regions, slabs, steps
 from codetta.partition.plan import Plan
 
 NOTHING_HELD = "none"  # the mode of a forward without a backward
@@ -80,13 +80,14 @@ class What:
 @dataclass(frozen=True)
 class Call:
     """The tensors of one call: x (tokens, features), weight (columns, features), index (tokens,), which are the
-    targets' columns in int32, -1 for none, and bias (columns,)."""
+    targets' columns in int32, -1 for none, bias (columns,), and the shift of each row's logits where they are wide."""
 
     what: What
     x: Tensor
     weight: Tensor
     index: Tensor
     bias: Tensor | None = None
+    shift: Tensor | None = None
 
     @property
     def head(self) -> Head:
@@ -120,7 +121,7 @@ class Call:
         found = {"x": self.x, "weight": self.weight[s.start : s.stop], "index": own.masked_fill_(own >= s.columns, -1)}
         if self.bias is not None:
             found["bias"] = self.bias[s.start : s.stop]
-        return found
+        return found if self.shift is None else {**found, "shift": self.shift}
 
     def lent(self, memory: Tensor, s: Slab) -> Tensor:
         """The lent memory that holds a slab's logits."""
@@ -158,14 +159,18 @@ def _whole(name: str, parts: list[Tensor]) -> Tensor:
 
 def plans(head: Head, columns: int, tokens: int) -> list[Plan]:
     """The plans of a training step by kernels, in either mode, without options of the loss."""
-    given = (LSE, TARGET)
-    found: dict[Plan, None] = {}
-    for mode in ("fast", "lean"):
-        held = slabs(Sizes(tokens, head.features, columns, head.dtype.bytes), mode, True)
-        found.update((statistics_plan(head, s.columns, given, s.how != "again"), None) for s in regions(held, True))
-        again = [s for s in held if s.how == "again"]
-        found.update((gradient_plan(head, s.columns, given, ("logits",), False), None) for s in again)
-    return list(found)
+    sizes = Sizes(tokens, head.features, columns, head.dtype.bytes)
+    return list(dict.fromkeys(p for mode in ("fast", "lean") for p in slab_plans(head, sizes, mode, True)))
+
+
+def slab_plans(
+    head: Head, sizes: Sizes, mode: str, lends: bool, names: tuple[str, ...] = (LSE, TARGET), *, trains: bool = True
+) -> list[Plan]:
+    """The plans with a GEMM of a step that holds logits that way; what ``trains`` not has no backward."""
+    held = slabs(sizes, mode, lends)
+    found = [statistics_plan(head, s.columns, names, s.how != "again") for s in regions(held, sizes.fused)]
+    again = [s for s in held if s.how == "again"] if trains else []
+    return [*found, *(gradient_plan(head, s.columns, names, ("logits",), False) for s in again)]
 
 
 @dataclass(frozen=True)
@@ -218,13 +223,9 @@ def _new_weight_gradient(call: Call, memory: Tensor | None) -> Tensor:
 
 
 def _pieces(call: Call, s: Slab, logits: Tensor | None, given_up: bool) -> list[tuple[Slab, Tensor | None]]:
-    """A slab with its logits if it has its own; where these may not be written over, in parts that take less memory."""
-    if logits is None:
-        return [(s, None)]
-    if given_up:
-        return [(s, logits)]
-    parts = cut(s.start, s.stop, slab_width(call.sizes, "lean", call.what.lends), "own")
-    return [(p, logits[:, p.start - s.start : p.stop - s.start]) for p in parts]
+    """A slab as backward takes it, with its logits if it has its own."""
+    parts = steps(call.sizes, (s,), given_up)
+    return [(p, None if logits is None else logits[:, p.start - s.start : p.stop - s.start]) for p in parts]
 
 
 def _slab_gradients(

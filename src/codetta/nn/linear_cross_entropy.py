@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from codetta import settings
+from codetta.backends.autocast import autocast_dtype
 from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.errors import SettingsError, ShapeError, TypeMismatch
 from codetta.nn import head_ops
@@ -31,11 +32,13 @@ class LossMetrics(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """The targets as columns, -1 for none; which tokens count; 1, or NaN where a target is no column."""
+    """The targets as columns, -1 for none; which tokens count; 1, or NaN where a target is no column; what wide logits
+    are shifted by."""
 
     index: Tensor
     counts: Tensor
     poison: Tensor
+    shift: Tensor | None = None
 
 
 @overload
@@ -82,8 +85,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - PyTorch's and transformers' own arg
     ``memory``: "fast" keeps logits for backward, "lean" keeps those that cost nothing and computes the others again;
     "auto" decides by the sizes and the device's memory."""
     _check(x, weight, targets, bias, token_weights, reduction)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     if x.dtype != weight.dtype:
         raise TypeMismatch(f"linear_cross_entropy: x is {x.dtype}, weight {weight.dtype}", hint="one dtype for both")
@@ -92,7 +95,9 @@ def linear_cross_entropy(  # noqa: PLR0913 - PyTorch's and transformers' own arg
     names = [LSE, TARGET, *([TOTAL] if label_smoothing else []), *([LARGEST, UPPER, LOWER] if return_metrics else [])]
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     after = (1.0 if logit_scale is None else float(logit_scale), softcap)
-    values = _statistics(rows, weight, bias, found.index, after, names, memory)
+    if head_ops.shifts(x.dtype):
+        found = replace(found, shift=_shift(rows, weight, bias, found.index, after))
+    values = _statistics(rows, weight, bias, found, after, names, memory)
     losses = _losses(values, found, label_smoothing, z_loss, weight.shape[0])
     counts = found.counts.to(losses.dtype)
     if token_weights is not None:
@@ -133,16 +138,30 @@ def _columns(targets: Tensor, columns: int, ignore_index: int) -> _Targets:
     return _Targets(index, counts, torch.where(wrong, torch.nan, 1.0))
 
 
+def _shift(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, after: tuple[float, float | None]) -> Tensor:
+    """About the logit of each row's target, as a constant: of none, that of the first column."""
+    at, (scale, softcap) = index.clamp(min=0), after
+    with torch.no_grad():
+        z = (x * weight[at]).sum(1)
+        z = (z if bias is None else z + bias[at]) * scale
+        return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
 def _statistics(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, after: tuple[float, float | None], names: list[str],
-    memory: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: _Targets, after: tuple[float, float | None],
+    names: list[str], memory: str,
 ) -> dict[str, Tensor]:  # fmt: skip
     lends = weight.requires_grad and torch.is_grad_enabled() and head_ops.is_plain(x, weight, bias)
     sizes = Sizes(x.shape[0], x.shape[1], weight.shape[0], x.dtype.itemsize)
-    device = _device_bytes(x.device.type, x.device.index or 0)
-    what = What(*after, choose(sizes, memory, lends, device), lends)
-    ts = [x, weight.contiguous(), index, *([] if bias is None else [bias.contiguous()])]
+    what = What(*after, mode_of(sizes, memory, lends, x.device), lends)
+    more = [t.contiguous() for t in (targets.shift, bias) if t is not None]
+    ts = [x, weight.contiguous(), targets.index, *more]
     return dict(zip(names, torch.ops.codetta.head(ts, what.text, ",".join(names)), strict=True))
+
+
+def mode_of(sizes: Sizes, memory: str, lends: bool, device: torch.device) -> str:
+    """``fast`` or ``lean`` on that device."""
+    return choose(sizes, memory, lends, _device_bytes(device.type, device.index or 0))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -158,7 +177,7 @@ def _losses(values: dict[str, Tensor], targets: _Targets, smoothing: float, z_lo
     if smoothing:
         loss = (1.0 - smoothing) * loss + smoothing * (lse - values[TOTAL] / columns)
     if z_loss:
-        loss = loss + z_loss * lse.square()
+        loss = loss + z_loss * (lse if targets.shift is None else lse + targets.shift).square()
     return torch.where(targets.counts, loss * targets.poison, 0.0)
 
 

@@ -149,6 +149,15 @@ def cut(start: int, stop: int, width: int, how: How) -> Iterator[Slab]:
         yield Slab(aligned, stop, how)
 
 
+def steps(sizes: Sizes, held: tuple[Slab, ...], given_up: bool) -> tuple[Slab, ...]:
+    """The slabs as backward takes them: logits that may not be written over, in parts whose gradient takes less
+    memory, as many as with lent memory."""
+    if given_up:
+        return held
+    width = slab_width(sizes, "fast", True)
+    return tuple(p for s in held for p in (cut(s.start, s.stop, width, s.how) if s.how == "own" else (s,)))
+
+
 def peak(sizes: Sizes, held: tuple[Slab, ...], given_up: bool = True) -> int:
     """The most bytes of a training step above x, weight and upstream gradient, of what grows with features or columns:
     held logits, both gradients, and what a slab takes. ``given_up``: no second backward is to come."""
@@ -156,7 +165,8 @@ def peak(sizes: Sizes, held: tuple[Slab, ...], given_up: bool = True) -> int:
     lends = any(s.how == "lent" for s in held)
     kept = sum(s.columns for s in held if s.how == "own") * column + (sizes.weight if lends else 0)
     gradient = 0 if lends and given_up else sizes.weight
-    buffers = [0 if s.how == "own" and given_up else s.columns * column for s in held]
-    if len(held) == 1:
+    taken = steps(sizes, held, given_up)
+    buffers = [0 if s.how == "own" and given_up else s.columns * column for s in taken]
+    if len(taken) == 1:
         return kept + gradient + sizes.rounded + buffers[0]
     return kept + gradient + sizes.sums + max(*buffers, sizes.rounded)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from codetta.core.node import Node, node
+from codetta.core.node import Node
 from codetta.core.rewrite import Registry
-from codetta.core.types import Kind, bf16, f16, tile
+from codetta.core.types import Kind, f16
 from codetta.ir import ops
-from codetta.ir.build import cast, input_, join, matmul, mul, neg
+from codetta.ir.build import cast, join, matmul, mul, neg
 from codetta.ir.split import halves
 from codetta.rules.match import either_way, gain, is_const, rebuilt, row_scaled, scale, weight, x_tile
 
@@ -66,9 +66,3 @@ def row_scale_leaves_matmul(n: Node) -> Node | None:
     if found is None or x.type.dtype is f16:
         return None
     return mul(rebuilt(n, cast(found[0], x.type.dtype), w), found[1])
-
-
-def stored_in_bf16() -> Node:
-    """A norm's output as a bf16 operand: the scale leaves through the cast as well."""
-    x, w = input_("x", tile(12, bf16)), input_("w", tile(12, bf16, rows=18))
-    return matmul(node(ops.CAST, mul(x, scale()), attrs=(bf16,)), w)

@@ -62,7 +62,9 @@ def _forward_fake(xs: list[Tensor], key: str, call: int) -> list[Tensor]:
 def _backward_op(ts: list[Tensor], key: str, given: list[bool], rows: int) -> list[Tensor]:
     call = segment_of(key).backward_call(tuple(given))
     feed = {name: ts[i].contiguous() for name, i in call.feed}
-    found = call.run.run(feed, rows, NOTHING if keeps_graph() else call.given_up)
+    # a CUDA graph is replayed for whoever asks later, also where the graph is kept then
+    kept = keeps_graph() or (ts[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    found = call.run.run(feed, rows, NOTHING if kept else call.given_up)
     return [found[b] for b in call.buffers]
 
 

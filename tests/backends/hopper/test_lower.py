@@ -46,8 +46,12 @@ def test_a_stored_value_is_rounded_once_and_one_in_the_middle_too():
 
 REFUSED = {
     "an odd width": ("return dict(y=to(acc, bf16), s=sum_row(acc))", "Tile[769, f32]"),
-    "random numbers": (
-        "return dict(y=acc * random(s, row_index(acc), column_index(acc)))",
+    "random numbers of lanes": (
+        "a, b = halves(acc)\n    return dict(y=to(a * random(s, row_index(acc), column_index(32)) + b, bf16))",
+        "Tile[64, f32], s: Scalar[i64]",
+    ),
+    "random numbers with a computed seed": (
+        "return dict(y=acc * random(s + 1, row_index(acc), column_index(acc)))",
         "Tile[64, f32], s: Scalar[i64]",
     ),
     "an integer as a number": ("return dict(y=where(t == 3, acc, 0.0))", "Tile[64, f32], t: ColVec[i64]"),

@@ -11,10 +11,11 @@ from codetta.backends.hopper.config import Config
 from codetta.backends.hopper.device.dialect import NAMES
 from codetta.backends.hopper.device.groups import GroupOut, GroupStatistic, Spread
 from codetta.backends.hopper.device.ops import Partner, TableLoad, ViewStore
+from codetta.backends.hopper.device.random import Random
 from codetta.backends.hopper.device.sums import MaskedCol, MaskedRow
 from codetta.backends.hopper.device.vectors import ColLoad, Hit, LaneRow, NarrowScalar, RowLoad
 from codetta.backends.hopper.lowered import Lowered, Operand, Sink
-from codetta.core.types import DType, bf16, f16
+from codetta.core.types import DType, bf16, f16, i32, i64
 
 # isort: split
 import cutlass
@@ -23,6 +24,7 @@ from quack.epilogue.ops import ColVecReduce, ColVecSelect, EpiOp, OnlineLSEReduc
 
 REDUCE = {"sum": "add", "max": "max", "absmax": "max_abs"}
 NARROW: dict[DType, Any] = {bf16: cutlass.BFloat16, f16: cutlass.Float16}
+INTEGERS: dict[DType, Any] = {i32: cutlass.Int32, i64: cutlass.Int64}
 
 
 def describe(lowered: Lowered, config: Config) -> EpiMod:
@@ -49,10 +51,10 @@ def _apart(lowered: Lowered) -> int:
 
 
 def _epilogue(lowered: Lowered) -> Any:
-    """The generated source as a function. What has two lanes, or is a hit, comes as a function of no
-    interest in its argument."""
+    """The generated source as a function. What has two lanes, or hangs on the element's place, comes as a function of
+    no interest in its argument."""
     head, _, body = lowered.source.partition("\n")
-    first = [f"{o.name} = {o.name}(acc)" for o in lowered.operands if o.lanes or o.kind == "hit"]
+    first = [f"{o.name} = {o.name}(acc)" for o in lowered.operands if o.lanes or o.by_place]
     if lowered.by_lane:
         head = head.replace("acc, other, lane", "acc, partner")
         first.insert(0, "other, lane = partner(acc)")
@@ -83,6 +85,8 @@ def _load(o: Operand, lowered: Lowered) -> EpiOp:
         return Spread(name, o.inside, o.spread, *source)
     if o.kind == "scalar" and o.dtype in NARROW:
         return NarrowScalar(name, NARROW[o.dtype])
+    if o.kind == "random":
+        return Random(name, INTEGERS[o.dtype])
     makers = {"tile": TileLoad, "col": ColLoad, "table": TableLoad, "scalar": Scalar, "hit": Hit}
     return makers[o.kind](name)
 

@@ -13,10 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from codetta.backends.hopper.lowered import Lowered, Operand, Sink
+from codetta.backends.reference.evaluate import uniform
+
+
+def _of_numbers(f: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
+    """A function of tensors that takes plain numbers, too."""
+    return lambda x: f(x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64))
+
 
 NAMES: dict[str, Any] = {
-    **{name: getattr(torch, name) for name in ("abs", "exp", "log", "tanh", "erf", "sqrt", "rsqrt", "sin", "cos")},
-    **{name: getattr(torch, name) for name in ("sigmoid", "eq", "ne", "lt", "le", "gt", "ge", "logical_not")},
+    **{name: _of_numbers(getattr(torch, name)) for name in ("abs", "exp", "log", "tanh", "erf", "sqrt", "rsqrt")},
+    **{name: _of_numbers(getattr(torch, name)) for name in ("sin", "cos", "sigmoid")},
+    **{name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "logical_not")},
     **{name: getattr(torch, name) for name in ("logical_and", "logical_or", "inf", "nan")},
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -43,7 +51,7 @@ def emulate(lowered: Lowered, acc: Tensor, params: Sequence[Tensor]) -> dict[int
     function = _function(lowered.source, "epilogue")
     statistics = _statistics(lowered, acc, wide)
     for columns, accumulator in _visits(lowered, acc):
-        loads = {o.name: _load(lowered, o, wide[o.param], columns) for o in lowered.operands}
+        loads = {o.name: _load(lowered, o, wide[o.param], columns, acc.shape[0]) for o in lowered.operands}
         groups = {s.name: statistics[s.name][:, columns // s.inside] for s in lowered.statistics}
         for name, value in function(*accumulator, **loads, **groups).items():
             returned.setdefault(name, []).append(value)
@@ -79,7 +87,9 @@ def _statistics(lowered: Lowered, acc: Tensor, params: Sequence[Tensor]) -> dict
         return {}
     function, every = _function(lowered.prepass, "prepass"), torch.arange(acc.shape[1])
     taken = inspect.signature(function).parameters
-    loads = {o.name: _load(lowered, o, params[o.param], every) for o in lowered.operands if o.name in taken}
+    loads = {
+        o.name: _load(lowered, o, params[o.param], every, acc.shape[0]) for o in lowered.operands if o.name in taken
+    }
     found = {}
     for s, value in zip(lowered.statistics, function(acc, **loads).values(), strict=True):
         grouped = value.expand(acc.shape).unflatten(1, (-1, s.inside))
@@ -99,13 +109,15 @@ def _visits(lowered: Lowered, acc: Tensor) -> list[tuple[Tensor, tuple[Any, ...]
     return [(lanes[i], (acc[:, lanes[i]], acc[:, lanes[1 - i]], i)) for i in (0, 1)]
 
 
-def _load(lowered: Lowered, o: Operand, value: Tensor, columns: Tensor) -> Any:
+def _load(lowered: Lowered, o: Operand, value: Tensor, columns: Tensor, rows: int) -> Any:
     if o.kind == "scalar":
         return value
     if o.kind == "col":
         return value.unsqueeze(1)
     if o.kind == "hit":
         return columns == value.unsqueeze(1)
+    if o.kind == "random":
+        return uniform(value, torch.arange(rows).unsqueeze(1), columns)
     if o.columns:
         value = value[..., slice(*o.columns)]
     if o.source and o.kind != "group":

@@ -97,6 +97,8 @@ class Expressions:
         if n.op is ops.EQ and any(a.op is ops.COLUMN for a in n.args):
             columns, index = n.args if n.args[0].op is ops.COLUMN else n.args[::-1]
             return self.loads.hit(columns, index, self.within)
+        if n.op is ops.RANDOM:
+            return self.loads.random(*n.args, self.within)
         if n.op not in TEXT:
             raise NotLowered(f"{n.op.name} inside an epilogue")
         return TEXT[n.op].format(*(self.at(a, lane) for a in n.args))

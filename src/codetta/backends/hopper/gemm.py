@@ -21,6 +21,7 @@ from codetta.backends.hopper.config import MMA_REGISTERS, Config
 from codetta.backends.hopper.counters import Counter, next_counter, prepare
 from codetta.backends.hopper.describe import describe
 from codetta.backends.hopper.lowered import Lowered, Sink
+from codetta.backends.hopper.memory import strides_of
 from codetta.backends.reference.evaluate import TORCH
 from codetta.core.node import Node
 from codetta.core.types import Dim, DType, f32
@@ -30,6 +31,7 @@ from codetta.ir.program import Program
 # isort: split
 from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
 
+PART_GRAIN = 16  # a row of parts begins at a multiple of so many: what folds them then loads 16 bytes at once
 NOMINAL = 256  # rows and inner size of the shapes a kernel is traced with; neither enters it
 
 
@@ -127,7 +129,7 @@ def _nominal(lowered: Lowered, index: DType | None, config: Config) -> dict[str,
     for o in lowered.operands:
         start, stop = o.source or (0, n)
         shapes = {"tile": (m, n), "row": (stop - start,), "col": (m,), "scalar": (1,), "table": (m, o.inside)}
-        shapes |= {"group": (m, (stop - start) // (o.inside or 1)), "hit": (m,)}
+        shapes |= {"group": (m, (stop - start) // (o.inside or 1)), "hit": (m,), "random": (1,)}
         found[o.name] = _empty(o.dtype, *shapes[o.kind])
     for s in lowered.stores:
         found[s.name] = _empty(s.dtype, m, n // 2 if lowered.mode == "pair" else n)
@@ -136,19 +138,33 @@ def _nominal(lowered: Lowered, index: DType | None, config: Config) -> dict[str,
         inside = next(s.inside for s in lowered.statistics if s.name == g.statistic)
         found[g.name] = _empty(f32, m, (stop - start) // inside)
     for k in lowered.sinks:
-        found[k.name] = _empty(f32, *partial_shape(k, m, n, config))
+        shape = partial_shape(k, m, n, config)
+        exact = shape if k.kind == "select" or k.over_rows else (m, _parts(n, config))
+        # a view of the padded tensor, which cannot be sliced where there is no GPU
+        found[k.name] = torch.empty_strided(exact, strides_of(shape), dtype=torch.float32, device="cuda")
         if k.kind == "select" and index is not None:
             found[f"i{k.index}"] = _empty(index, m)
     return found
 
 
 def partial_shape(sink: Sink, rows: int, cols: int, config: Config) -> tuple[int, ...]:
-    """The shape of what a sink writes: one number per row (or column) and tile; a select's is whole."""
+    """The shape of what a sink writes to: one number per row (or column) and tile, rows of parts padded; a select's is
+    whole."""
     if sink.kind == "select":
         return (rows,)
     if sink.over_rows:
         return -(-rows // config.tile_m), cols
-    return rows, -(-cols // config.tile_n)
+    return rows, -(-_parts(cols, config) // PART_GRAIN) * PART_GRAIN
+
+
+def written(sink: Sink, partial: Tensor, cols: int, config: Config) -> Tensor:
+    """What a sink writes to without the padding: a kernel asks for the exact shape."""
+    return partial if sink.kind == "select" or sink.over_rows else partial[:, 0 : _parts(cols, config)]
+
+
+def _parts(cols: int, config: Config) -> int:
+    """How many parts a row's reduction comes in."""
+    return -(-cols // config.tile_n)
 
 
 def sink_shape(lowered: Lowered, sink: Sink, output: Node, rows: int, config: Config) -> tuple[int, ...]:
@@ -165,17 +181,18 @@ def columns(size: Dim | None) -> int:
     return size
 
 
-def reduced(sink: Sink, partial: Tensor, config: Config) -> Tensor:
-    """The part of what a sink wrote that belongs to its columns."""
+def reduced(job: Job, sink: Sink, partial: Tensor) -> Tensor:
+    """The part of what a sink wrote to that belongs to its columns."""
+    lowered, config = job.lowered, job.config
     if sink.source is None:
-        return partial
+        return written(sink, partial, lowered.cols, config)
     start, stop = sink.source
-    return partial[:, start:stop] if sink.over_rows else partial[:, start // config.tile_n : stop // config.tile_n]
+    return partial[:, start:stop] if sink.over_rows else partial[:, start // config.tile_n : _parts(stop, config)]
 
 
-def values(lowered: Lowered, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, Any]:
+def values(job: Job, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, Any]:
     """The kernel's arguments by name, from the program's parameters and its output buffers, in order."""
-    found = _numbers(lowered)
+    lowered, found = job.lowered, _numbers(job.lowered)
     found |= {g.name: outputs[g.output] for g in lowered.groups}
     for o in lowered.operands:
         t = tensors[o.param]
@@ -185,7 +202,7 @@ def values(lowered: Lowered, tensors: Sequence[Tensor], outputs: Sequence[Tensor
         found[s.name] = t[:, s.columns[0] : s.columns[1]] if s.columns else t
     for k in lowered.sinks:
         t = outputs[k.output]
-        found[k.name] = t[:, k.columns[0] : k.columns[1]] if k.columns else t
+        found[k.name] = t[:, k.columns[0] : k.columns[1]] if k.columns else written(k, t, lowered.cols, job.config)
         if k.kind == "select":
             found[f"i{k.index}"] = tensors[k.index]
     return found

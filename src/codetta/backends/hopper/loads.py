@@ -72,6 +72,17 @@ class Loads:
         at = self.program.params.index(index)
         return self._named(Operand(f"p{at}_hit", "hit", at, i32))
 
+    def random(self, seed: Node, row: Node, column: Node, within: Range | None) -> str:
+        """The text of the own element's random number."""
+        if seed.op is not ops.INPUT or seed.type.kind is not Kind.SCALAR:
+            raise NotLowered(f"random with a seed {seed.type} that is no Scalar in memory")
+        if row.op is not ops.ROW or column.op is not ops.COLUMN:
+            raise NotLowered("random of other integers than the own row and column")
+        if self.mode != "element" or within is not None or column.type.cols != self.cols:
+            raise NotLowered("random numbers of lanes or of a range of columns")
+        at = self.program.params.index(seed)
+        return self._named(Operand(f"p{at}_random", "random", at, seed.type.dtype))
+
     def _named(self, operand: Operand) -> str:
         self.found.setdefault(operand.name, operand)
         return operand.name

@@ -11,7 +11,7 @@ from typing import Literal
 from codetta.core.types import DType
 
 Mode = Literal["element", "pair", "halves", "adjacent"]
-OperandKind = Literal["tile", "row", "col", "table", "group", "scalar", "hit"]
+OperandKind = Literal["tile", "row", "col", "table", "group", "scalar", "hit", "random"]
 SinkKind = Literal["row_sum", "row_max", "row_absmax", "col_sum", "col_max", "col_absmax", "lse", "select"]
 
 
@@ -22,7 +22,7 @@ class Operand:
     ``inside`` is the width after which a table repeats, or of one group of a GroupVec. A vector of one range of the
     accumulator's columns, ``source``, is 0 outside. With ``lanes`` the function gets a row vector's two values at the
     lanes of its column; a table that is ``spread`` has one value for the two. A "hit" says whether a column is the one
-    that an integer ColVec names for its row."""
+    that an integer ColVec names for its row; "random" is a number of a seed and the element's row and column."""
 
     name: str
     kind: OperandKind
@@ -33,6 +33,11 @@ class Operand:
     source: tuple[int, int] | None = None
     lanes: bool = False
     spread: bool = False
+
+    @property
+    def by_place(self) -> bool:
+        """Whether the value hangs on where an element is."""
+        return self.kind in ("hit", "random")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""How many stages of A and B a kernel's pipeline holds: kept beside its object by the process that compiles it."""
+"""How many stages of A and B a kernel's pipeline holds, and how much shared memory it takes: kept beside its object by
+the process that compiles it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import quack.cache
 from quack.cache import jit
 from quack.gemm_sm90 import GemmSm90
 
+STAGES, SHARED, ATTRIBUTE = ".stages", ".shared", "shared_storage"
 _asked: list[str] = []  # the kernel that QuACK last looked for: the one that it then compiles
 _hash, _split = jit._key_to_hash, GemmSm90._compute_stages.__func__
 
@@ -26,13 +28,27 @@ def kernel_file(sha: str) -> Path:
 
 def stages_of(kernel: Path) -> int | None:
     """The stages of the kernel in an object file; None if it was compiled before they were kept."""
+    return _number(kernel.with_suffix(STAGES))
+
+
+def shared_of(kernel: Path) -> int | None:
+    """The bytes of shared memory of a block of that kernel: operands, stores in flight and what the epilogue holds;
+    None if it was compiled before they were kept."""
+    return _number(kernel.with_suffix(SHARED))
+
+
+def _number(file: Path) -> int | None:
     with suppress(OSError, ValueError):
-        return int(_beside(kernel).read_text(encoding="utf-8"))
+        return int(file.read_text(encoding="utf-8"))
     return None
 
 
-def _beside(kernel: Path) -> Path:
-    return kernel.with_suffix(".stages")
+def _keep(file: Path, number: int) -> None:
+    """Beside the kernel's object; a cache that cannot be written keeps nothing."""
+    with suppress(OSError):
+        half = file.with_suffix(f"{file.suffix}.{os.getpid()}")
+        half.write_text(str(number), encoding="utf-8")
+        half.replace(file)
 
 
 def _remembering(key: tuple[Any, ...]) -> str:
@@ -41,15 +57,25 @@ def _remembering(key: tuple[Any, ...]) -> str:
 
 
 def _recording(cls: type, *given: Any, **named: Any) -> tuple[int, int, int]:
-    """QuACK's split of the shared memory, its first number kept; a cache that cannot be written keeps nothing."""
+    """QuACK's split of the shared memory, its first number kept."""
     found: tuple[int, int, int] = _split(cls, *given, **named)
-    with suppress(OSError, IndexError):
-        place = _beside(kernel_file(_asked.pop()))
-        half = place.with_suffix(f".tmp.{os.getpid()}")
-        half.write_text(str(found[0]), encoding="utf-8")
-        half.replace(place)
+    if _asked:
+        _keep(kernel_file(_asked[0]).with_suffix(STAGES), found[0])
     return found
+
+
+class _Recorded:
+    """In the place of a kernel's attribute: the layout of its shared memory, whose size is kept."""
+
+    def __get__(self, gemm: Any, owner: type) -> Any:
+        return None if gemm is None else gemm.__dict__.get(ATTRIBUTE)
+
+    def __set__(self, gemm: Any, storage: Any) -> None:
+        gemm.__dict__[ATTRIBUTE] = storage
+        if storage is not None and _asked:
+            _keep(kernel_file(_asked.pop()).with_suffix(SHARED), storage.size_in_bytes())
 
 
 jit._key_to_hash = _remembering
 GemmSm90._compute_stages = classmethod(_recording)
+setattr(GemmSm90, ATTRIBUTE, _Recorded())

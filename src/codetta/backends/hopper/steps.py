@@ -90,6 +90,8 @@ def kernels_of(step: Step, rows: int, batch_invariant: bool, maps: Callable[[Ste
         if program.is_trivial and len(program.outputs) == 1 and not batch_invariant:
             return Stored(step, None, None)
         log.info("%s: a GEMM and a map behind it, as it does not fit one kernel: %s", program.name, reason)
+        if batch_invariant and not step.is_weight_gradient:
+            log.warning("%s is not batch invariant: the library picks its GEMM by the number of rows", program.name)
         return Stored(step, None, maps(step))
 
 
@@ -234,7 +236,7 @@ def _fused(step: Step, job: Job, frame: Frame) -> Prepared:
     new, zeros, same = _outputs(step, job, frame)
     loads = [Columns(a, frame.shapes[step.a]), *(Columns(frame.places[x], frame.shapes[x]) for x in step.loads)]
     outputs = [Columns(frame.places[x], frame.shapes[x]) for x in step.stores]
-    arguments = values(job.lowered, loads, outputs)  # type: ignore[arg-type]
+    arguments = values(job, loads, outputs)  # type: ignore[arg-type]
     fixed = {name: v for name, v in arguments.items() if not isinstance(v, Columns)}
     given = {name: v for name, v in arguments.items() if isinstance(v, Columns)}
     whole = [(name, v.place) for name, v in given.items() if v.columns is None]
@@ -265,12 +267,14 @@ def _fused(step: Step, job: Job, frame: Frame) -> Prepared:
 
 
 def _cuts(step: Step, job: Job, outputs: Sequence[Columns], frame: Frame) -> list[View]:
-    """The partials of which only some columns were asked for: a kernel writes those of all."""
+    """The partials that are part of what a kernel writes: those of some columns, or all but the padding."""
     found = []
-    for sink in (s for s in job.lowered.sinks if s.source):
-        part: Columns = reduced(sink, outputs[sink.output], job.config)  # type: ignore[arg-type, assignment]
-        found.append(part.view)
-        frame.cuts[step.stores[sink.output]] = Spec(part.view[1], part.view[2])
+    for sink in job.lowered.sinks:
+        whole = outputs[sink.output]
+        part: Columns = reduced(job, sink, whole)  # type: ignore[arg-type, assignment]
+        if part.view != whole.view:
+            found.append(part.view)
+            frame.cuts[step.stores[sink.output]] = Spec(part.view[1], part.view[2])
     return found
 
 

@@ -69,7 +69,7 @@ class Trial:
         places = range(len(self.case.program.outputs))
         outputs = [self.tiles[i] if i in self.tiles else self._sink(i, job) for i in places]
         plan, a = compiled(job), operand(self.form, self.a)
-        arguments = values(job.lowered, self.loads, outputs)
+        arguments = values(job, self.loads, outputs)
         return lambda: launch(plan, a, self.b, arguments), outputs
 
     def _sink(self, i: int, job: Job) -> Tensor:
@@ -88,7 +88,7 @@ class Trial:
             t.fill_(float("nan"))
         run()
         for i, (_, node) in enumerate(self.case.program.outputs):
-            got = reduced(self.sinks[i], outputs[i], job.config) if i in self.sinks else outputs[i]
+            got = reduced(job, self.sinks[i], outputs[i]) if i in self.sinks else outputs[i]
             x, want = (fold(node, got) if is_partial(node) else got).double(), self.wanted[i].double()
             yield node.type.kind is Kind.TILE, float((x - want).norm() / want.norm())
 

@@ -20,6 +20,7 @@ from codetta.core.types import Kind, compute_dtype
 from codetta.partition.size import dim
 
 IN_FLIGHT = 528  # blocks that keep an H200 busy: four on each of its 132 multiprocessors
+FEW_PARTS, MANY_PARTS = 32, 128  # parts of a row that are read at once
 ALIGNED = 15  # an address with any of these bits is not one for which Triton loads 16 bytes at once
 COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -199,11 +200,12 @@ def _how(n: Node, spec: Spec, parts: Mapping[Node, Node]) -> tuple[Made, Spec]:
 def _block(kernel: Kernel, inputs: Mapping[Node, Spec], parts: Mapping[Node, Node]) -> tuple[int, int]:
     """How many parts of a vector, and how many rows, a block takes; both follow from the columns, not the rows."""
     counts = [s.shape[-1] for n, s in inputs.items() if n in parts and n.type.kind is Kind.COLVEC]
-    bt = min(pow2(max(counts, default=1)), 128)
+    most = pow2(max(counts, default=1))
+    # What follows the sum of a row is done by every thread that holds a part of it: few threads take a row, unless it
+    # is so long that this does not count.
+    bt = most if most <= FEW_PARTS else FEW_PARTS if most <= MANY_PARTS else MANY_PARTS
     if kernel.block:
         return bt, kernel.block
-    if not kernel.width and counts:  # vectors in parts alone: many loads at once hide each other's latency
-        return bt, min(256, max(64, 2048 // bt))
     return bt, max(1, min(256, 2048 // max(kernel.width, bt if counts else 1)))
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from codetta.backends.hopper.rows.index import Digits, divided, part_in_whole, sizes_of, whole_in_part
 from codetta.backends.hopper.rows.maps import MAPS, TRITON, map_text, number_text
 from codetta.backends.hopper.rows.scope import Col, Row, Scope, Value, at, both, column, deepest
-from codetta.core.node import Node
+from codetta.core.node import Node, postorder
 from codetta.core.types import Dim, DType, Kind, Type, bf16, boolean, compute_dtype, f16, f32, f64, i64
 from codetta.errors import PlanError, UnsupportedError
 from codetta.ir import ops
@@ -159,6 +159,8 @@ class Emitter:
             texts = [self.tensor(v, i64) if v.is_number else v.text for v in values]
         elif all(v.is_number for v in values):
             texts = [self.tensor(v, dtype) for v in values]
+        if n.op is ops.EXP and dtype is f32 and is_rounded(n):
+            return self.held(n, f"exp_of_rounded({texts[0]})", row, col)
         return self.held(n, map_text(n.op, dtype, texts), row, col)
 
     def widened(self, v: Value, dtype: DType, a: Node, row: Row | None, col: Col | None) -> str:
@@ -275,6 +277,12 @@ class Emitter:
         here = self.name(f"({index} >= 0) & ({index} < {cols})", row.scope, "m")
         found = self.value(x, row, column(self.name(index, row.scope, "c"), cols, row.scope, row.shape, here))
         return self.held(n, f"tl.where({here}, {self.to(found, n.type.dtype)}, 0.0)", row, None)
+
+
+def is_rounded(n: Node) -> bool:
+    """Whether the tiles that a value is made of, of which there are some, are all of 16 bits."""
+    tiles = [m.type for m in postorder([n]) if m.op is ops.INPUT and m.type.kind is Kind.TILE]
+    return bool(tiles) and all(t.dtype.is_float and t.dtype.bytes == 2 for t in tiles)
 
 
 def known(cols: Dim | None) -> int:

@@ -11,7 +11,8 @@ from codetta.core.types import DType, Kind, compute_dtype, f64
 from codetta.errors import PlanError
 from codetta.ir import ops
 
-PARTS_OF_COLUMN = 128  # parts of a RowVec that are read at once: few blocks share the columns, so each reads much
+PARTS_OF_COLUMN = 256  # parts of a RowVec that are read at once: few blocks share the columns, so each reads much,
+AHEAD = 3  # and that many such blocks are on their way
 PARTS_OF_SCALAR = 1024
 
 
@@ -98,19 +99,20 @@ def fold(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
     _begin(scope, fn, m, s, shape, wide)
     with scope.nested(f"for {j} in range(0, {count}):") as body:
         x = e.name(f"tl.load({p} + {index}{masked(row, col)})", body)
-        _step(body, fn, m, s, x, wide, None)
+        _step(body, fn, m, s, x, wide)
     return Value(e.name(lse_result(m, s), scope) if fn == "lse" else m, n.type.dtype)
 
 
 def _fold_block(e: Emitter, n: Node, shape: Shape, row: Row | None, col: Col | None) -> Value:
-    """Parts read in blocks: along the rows of the block for a RowVec, else along its columns."""
+    """Parts read in blocks: along the rows of the block for a RowVec, else along its columns. Each place of a block
+    accumulates by itself, and all are reduced at the end."""
     p, scope, fn, wide = e.pointers[n], e.scope(row, col), function_of(e.parts[n]), compute_dtype(n.type.dtype)
     axis = 0 if n.type.kind is Kind.ROWVEC else 1
     t0, t = e.fresh("part"), e.fresh("part")
     m, s = e.fresh("acc"), e.fresh("sum")
-    narrow = (shape[0], "1") if axis else ("1", shape[1])
-    _begin(scope, fn, m, s, narrow if fn == "lse" else shape, wide)
-    with scope.nested(f"for {t0} in range(0, {p}_parts, {shape[axis]}):") as body:
+    _begin(scope, fn, m, s, shape, wide)
+    ahead = f", num_stages={AHEAD}" if axis == 0 else ""
+    with scope.nested(f"for {t0} in tl.range(0, {p}_parts, {shape[axis]}{ahead}):") as body:
         body.lines.append(f"{t} = {t0} + tl.arange(0, {shape[axis]}){'[None, :]' if axis else '[:, None]'}")
         outer = row.mask if row is not None else col.mask if col is not None else None
         mask = both(outer, f"({t} < {p}_parts)")
@@ -120,9 +122,9 @@ def _fold_block(e: Emitter, n: Node, shape: Shape, row: Row | None, col: Col | N
         elif col is not None:
             place = f"{t}.to(tl.int64) * {p}_stride + {e.column_text(col)}"
         x = e.name(f"tl.load({p} + {place}, mask={mask}, other={start(fn, wide)})", body)
-        _step(body, fn, m, s, x, wide, axis)
+        _step(body, fn, m, s, x, wide)
     if fn == "lse":
-        return Value(e.name(lse_result(m, s), scope), n.type.dtype)
+        return Value(e.name(lse_result(*_lse_joined(e, scope, m, s, wide, axis)), scope), n.type.dtype)
     return Value(e.name(reduced(fn, m, axis), scope), n.type.dtype)
 
 
@@ -132,9 +134,16 @@ def _begin(scope: Scope, fn: str, m: str, s: str, shape: Shape, dtype: DType) ->
         scope.lines.append(f"{s} = {full(shape, '0', dtype)}")
 
 
-def _step(scope: Scope, fn: str, m: str, s: str, x: str, dtype: DType, axis: int | None) -> None:
+def _lse_joined(e: Emitter, scope: Scope, m: str, s: str, dtype: DType, axis: int) -> tuple[str, str]:
+    """The log-sum-exps of all places along an axis as one."""
+    exp = "tl.exp" if dtype is f64 else "exp"
+    top = e.name(reduced("max", m, axis), scope, "top")
+    return top, e.name(reduced("sum", f"{s} * {exp}({m} - finite({top}))", axis), scope)
+
+
+def _step(scope: Scope, fn: str, m: str, s: str, x: str, dtype: DType) -> None:
     if fn == "lse":
-        lse_step(scope, m, s, x, dtype, axis)
+        lse_step(scope, m, s, x, dtype, None)
     else:
         scope.lines.append(f"{m} = {joined(fn, m, f'tl.abs({x})' if fn == 'absmax' else x)}")
 
@@ -194,5 +203,5 @@ def _one_by_one(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
         if col is not None:
             text = f"{c} * {count} + {j}" if n.type.kind is Kind.GROUPVEC else f"{j} * {n.type.cols} + {c}"
             place = column(e.name(text, body, "c"), cols, body, wide_as, mask)
-        _step(body, fn, m, s, e.tensor(e.value(x, row, place), wide), wide, None)
+        _step(body, fn, m, s, e.tensor(e.value(x, row, place), wide), wide)
     return finished(e, n, e.name(lse_result(m, s), scope) if fn == "lse" else m, scope)

@@ -1,0 +1,1 @@
+"""What the author of an epilogue works with: a new file, and one command that checks it."""
