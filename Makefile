@@ -37,7 +37,7 @@ test: $(STAMP)  ## run all tests that this machine can run
 spills: $(STAMP)  ## compile every kernel of Llama 1B, 8B and 70B for SM90 and read its spills
 	@CODETTA_SPILLS=all $(ONE_THREAD) $(BIN)/python -m pytest -n auto --maxprocesses 8 tests/backends/hopper -k spill
 
-mutants: $(STAMP)  ## put mistakes into the tables, 50 one by one, and see whether the tests notice (an hour)
+mutants: $(STAMP)  ## put mistakes into the tables, 50 one by one, and see whether the tests notice (some minutes)
 	@$(ONE_THREAD) $(BIN)/python benchmarks/mutate.py $(ARGS)
 
 gpu: $(STAMP)  ## run the tests that need a GPU with kernels

@@ -68,6 +68,7 @@ OPPOSITE = {"add": "sub", "sub": "add"}
 
 # (file, the line with the place marked, what comes there): why no test can tell
 TYPED = "all kinds that come here have rows and columns; the question is for the type checker"
+WITNESS = "a rule's example: any other on which the rule fires is as good"
 ONE_DTYPE = "both operands of a GEMM have one dtype"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("ir/ops.py", "for a in args[«1»:]:", "0"): "a type broadcast with itself is itself",
@@ -108,6 +109,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1",
     ): ONE_DTYPE,
     ("rules/pairs.py", "if is_const(found) or «n.type.cols» is None:", "n.type.rows"): TYPED,
+    (
+        "rules/pairs.py",
+        "turned = join(split, «neg(part(q, split, 1))», part(q, split, 0))",
+        "part(q, split, 1)",
+    ): WITNESS,
+    ("rules/pairs.py", "turned = join(split, neg(part(q, split, «1»)), part(q, split, 0))", "0"): WITNESS,
+    ("rules/pairs.py", "turned = join(split, neg(part(q, split, 1)), part(q, split, «0»))", "1"): WITNESS,
+    ("rules/pairs.py", "return «add(mul(q, cos), mul(turned, sin))»", "mul(turned, sin)"): WITNESS,
+    ("rules/pairs.py", "return add(«mul(q, cos)», mul(turned, sin))", "q"): WITNESS,
+    ("rules/pairs.py", "return add(«mul(q, cos)», mul(turned, sin))", "cos"): WITNESS,
+    ("rules/pairs.py", "return add(mul(q, cos), «mul(turned, sin)»)", "turned"): WITNESS,
     (
         "rules/pairs.py",
         "sizes = split.sizes or «(width // split.parts,) * split.parts»",

@@ -32,6 +32,7 @@ AXES = {"row": "col", "col": "row", "inside": "groups", "groups": "inside"}
 LANES = {"halves": "adjacent", "adjacent": "halves", "join_halves": "join_adjacent", "join_adjacent": "join_halves"}
 MAPS = ("gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "rsqrt", "exp")
 FOLDS = {"sum": "max", "max": "sum", "absmax": "max"}
+INDICES = ("row_index", "column_index")  # of their argument only the shape counts
 TINY = 1e-9  # a smaller number guards against zeros, which random inputs are not
 KINDS = ("sign", "operand", "axis", "term")
 NEEDED = sorted({*LANES, *MAPS, *(f"{fold}_{axis}" for fold in FOLDS for axis in AXES)})  # by what mutants call
@@ -68,8 +69,9 @@ def mutants(authored: Authored) -> Iterator[Mutant]:
         return source.encode()[slice(*at(n))].decode()  # type: ignore[arg-type]
 
     for function in reached:
-        names = _names(function)
-        for n in (n for s in function.body for n in ast.walk(s) if isinstance(n, ast.expr)):
+        names, everything = _names(function), [n for s in function.body for n in ast.walk(s)]
+        only_shapes = {a for n in everything if isinstance(n, ast.Call) and text(n.func) in INDICES for a in n.args}
+        for n in (n for n in everything if isinstance(n, ast.expr) and n not in only_shapes):
             for kind, new in _replacements(n, names, text):
                 start, end = at(n)
                 whole = source.encode()[:start] + new.encode() + source.encode()[end:]

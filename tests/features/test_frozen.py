@@ -95,7 +95,10 @@ def test_adapters(dropout, regime):
     assert all("lora" in n for n in gradients)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    "reentrant",
+    [pytest.param(False, id="not reentrant"), pytest.param(True, id="reentrant", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_adapters_of_every_linear_and_checkpoints(regime, reentrant):
     """All seven linears of a block, rank-stabilised, with activation checkpointing. For it PEFT makes the embedding ask

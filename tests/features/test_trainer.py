@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import codetta
 from codetta.errors import UnsupportedError
-from features.training import REGIMES, assert_same_step, compile_, gemms_compiled, step, tokens
+from features.training import assert_same_step, compile_, gemms_compiled, step, tokens
 from ways import llama
 
 ROWS = 24
@@ -50,7 +50,7 @@ def assert_same_log(ours, theirs, rtol=1e-4):
         torch.testing.assert_close(logged(ours, name), logged(theirs, name), rtol=rtol, atol=0.0)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", ["whole", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_compiled_in_place(regime, tmp_path):
     """``model.compile(backend="codetta")`` before the Trainer: its log is eager's; its checkpoint is read by a model
     that was never compiled, and training is resumed from the one before as if it had not stopped."""
@@ -68,6 +68,7 @@ def test_compiled_in_place(regime, tmp_path):
     assert_same_log(again, eager)
 
 
+@pytest.mark.slow
 def test_autocast(tmp_path):
     """``bf16=True``: the losses are as near to eager's as bfloat16 can tell."""
     eager, ours = (trainer(m, tmp_path, bf16=True, save_strategy="no") for m in (llama(), compile_(llama())))

@@ -22,6 +22,7 @@ from codetta.testing import relative_error
 from target import DEVICE
 from ways import agree, backward_plans, compiled, counts, forward_plans, fresh, kernels
 
+HEADS = ("auto", "always")  # a loss head of ours, or the model's own logits
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -188,7 +189,8 @@ def test_parts_of_a_batch(reduction: str):
 @pytest.mark.parametrize("bias", [False, True])
 def test_autocast_with_float32_parameters(narrow: torch.dtype, bias: bool):
     """C23."""
-    loss.test_autocast_with_float32_parameters(narrow, bias)
+    for logits in HEADS:
+        loss.test_autocast_with_float32_parameters(logits, narrow, bias)
 
 
 def test_float16_under_a_gradient_scaler():
@@ -199,12 +201,14 @@ def test_float16_under_a_gradient_scaler():
 @pytest.mark.parametrize("reduction", loss.REDUCTIONS)
 def test_a_quarter_ignored(reduction: str):
     """C25."""
-    loss.test_a_quarter_ignored(reduction, BF16, loss.IGNORED)
+    for logits in HEADS:
+        loss.test_a_quarter_ignored(logits, reduction, BF16, loss.IGNORED)
 
 
 def test_a_class_of_the_vocabulary_ignored():
     """C25."""
-    loss.test_a_quarter_ignored("mean", BF16, 3)
+    for logits in HEADS:
+        loss.test_a_quarter_ignored(logits, "mean", BF16, 3)
 
 
 def test_every_token_weighs_its_own_upstream_value():
@@ -243,7 +247,8 @@ def test_low_logits(vocabulary: int):
 
 def test_large_bias_over_several_tiles_of_the_vocabulary():
     """C22."""
-    loss.test_large_bias_over_several_tiles_of_the_vocabulary(BF16)
+    for logits in HEADS:
+        loss.test_large_bias_over_several_tiles_of_the_vocabulary(logits, BF16)
 
 
 @pytest.mark.parametrize("reduction", loss.REDUCTIONS)
@@ -288,8 +293,8 @@ def test_exactly_the_gradients_that_are_asked_for(asked: tuple[str, ...]):
 
 
 def test_modes_without_gradients():
-    """C24: training, evaluation, no_grad and inference_mode give the same bits; where no gradient is asked for, nothing
-    is kept for one."""
+    """C24: training, evaluation, no_grad and inference_mode give the same bits, and losses that differ only as logits
+    do that are kept, rounded, or not; where no gradient is asked for, nothing is kept for one."""
     module = Deep().bfloat16().to(DEVICE)
     fresh(module, 0)
     x = torch.randn(150, 24, device=DEVICE, dtype=BF16)
@@ -302,7 +307,8 @@ def test_modes_without_gradients():
             results.append(compiled(module)(x, targets))
         assert all(s.wrt == () for g in found for _, s in g.compiled())
     for result in results:
-        assert all(torch.equal(a, b) for a, b in zip(result, trained, strict=True))
+        torch.testing.assert_close(result[0], trained[0], rtol=1e-4, atol=0)
+        assert torch.equal(result[1], trained[1])
 
 
 @pytest.mark.parametrize("used", ["loss", "stream", "both"])
@@ -344,7 +350,7 @@ def test_frozen_weights(frozen: str):
         return
     (dx,), (want,) = (torch.autograd.grad(t, x) for t in (total, expected))
     assert relative_error(dx, want) < 2**-5
-    assert backward_plans(found)[0].count("gemm") == 5  # no weight's gradient
+    assert backward_plans(found)[0].count("gemm") == 4  # no weight's gradient; the head is a call of its own
 
 
 # --- the ops ----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ GUARDED = (
     Config(128, 64, pingpong=True, narrow=True),
     Config(64, 256, pingpong=True, narrow=True),  # heads of 256; without a statistic these spill
 )
-# The same behind heads whose halves are 64 columns and more: 128x128 ping-pong spills there, and 128x256 has two stages.
+# The same behind heads whose halves are 64 columns and more: 128x128 ping-pong spills, and 128x256 has two stages.
 WIDE_HEADS = (Config(64, 256, pingpong=True, narrow=True), Config(64, 128, pingpong=True, narrow=True))
 # What tuning tries, by tile. Which of these spill differs from program to program; the compiled code is asked.
 TILES = (
