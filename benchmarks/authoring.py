@@ -86,7 +86,7 @@ def judged(task: Task, file: Path, quick: bool = False) -> dict[str, Any]:
         found = json.loads(done.stdout)
     except json.JSONDecodeError:  # codetta itself failed: its last line says how
         return {"ok": False, "kind": "crash", "message": done.stderr.strip().rpartition("\n")[2][:400]}
-    if "error" in found:
+    if found["error"]:
         return {"ok": False, **found["error"]}
     return _of_program(task, found["programs"][0])
 
@@ -194,7 +194,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     if not attempts:
         return ["0", *([""] * 6)]
     last = attempts[-1]
-    kernel = next(iter(last.get("kernels", [])), {})
+    kernel: dict[str, Any] = next(iter(last.get("kernels", [])), {})
     fused = {"kernel": "yes"}.get(kernel.get("kind", ""), kernel.get("reason", ""))
     numbers = [
         f"{times[n]:{f}}" if n in times else ""

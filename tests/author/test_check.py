@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from authored import HEAD, SWIGLU, written
 from codetta.author import measured
 from codetta.author.bind import Draw, compiled_form, draws, multiples, real_sizes
 from codetta.author.check import check, failure
 from codetta.author.compare import difference
+from codetta.author.conditions import conditions, derived
 from codetta.author.file import load
-from codetta.author.kernels import kernels, parts_of
+from codetta.author.kernels import Kernel, kernels, parts_of
+from codetta.author.tables import _kernels
 from codetta.author.template import write_new
 from codetta.autodiff.vjp import VJP
 from codetta.errors import AuthorError, BlockLocalError, UnsupportedError
@@ -79,6 +84,63 @@ def test_the_place_and_the_values_are_those_of_the_largest_error():
     assert difference(got * math.nan, want).error == math.inf
     assert difference(None, want).problem
     assert "shape" in difference(want[0], want).problem
+
+
+def test_a_zero_that_is_left_of_terms_that_cancel_is_no_error():
+    noise = torch.tensor([3e-16, -2e-15], dtype=torch.float64)
+    assert difference(noise, torch.zeros_like(noise)).error < 1e-9
+    assert difference(noise + 1e-9, torch.zeros_like(noise)).error > 1e-9
+    assert difference(noise.float() + 1e-9, torch.zeros_like(noise)).error > 1  # as stored: over what is expected alone
+
+
+def test_a_head_over_its_own_sum(tmp_path):
+    """In a group of one column the gradient is zero, and both sides are the rounding of terms that cancel."""
+    text = """
+@epilogue
+def share(acc: Tile):
+    return dict(y=acc / maximum(sum_inside(abs(acc), groups=8), 1e-6))
+
+def share_reference(acc):
+    x = acc.unflatten(1, (8, -1))
+    return dict(y=(x / x.abs().sum(-1, keepdim=True).clamp(min=1e-6)).flatten(1))
+"""
+    assert not wrong(tmp_path, "from codetta import maximum\n" + text)
+    assert ("gradient", "d_weight") in wrong(
+        tmp_path, "from codetta import maximum\n" + text.replace("x.abs()", "x.detach().abs()")
+    )
+    (authored,) = load(written(tmp_path, "from codetta import maximum\n" + text))
+    assert all(d.sizes["N"] >= 16 for d in draws(authored.program, quick=False))
+
+
+def test_functions_of_numbers_alone_are_as_exact_as_the_rest(tmp_path):
+    text = """
+from codetta import const
+
+@epilogue
+def scaled(acc: Tile):
+    return dict(y=acc * rsqrt(const(0.3)) + exp(const(2)))
+
+def scaled_reference(acc):
+    return dict(y=acc * 0.3**-0.5 + 7.38905609893065)
+"""
+    assert not wrong(tmp_path, text)
+    assert ("value", "y") in wrong(tmp_path, text.replace("7.38905609893065", "7.389056"))
+
+
+@pytest.mark.parametrize("other", ["acc", "torch.cat([acc] * 4, 1)", "acc[:, :1]", "acc[0]", "acc.sum()"])
+def test_an_output_of_another_shape_is_told(tmp_path, other):
+    text = f"""
+@epilogue
+def product(acc: Tile["2*N"], bias: RowVec):
+    a, b = halves(acc)
+    return dict(z=acc, y=a * b)
+
+def product_reference(acc, bias):
+    return dict(z=acc, y={other})
+"""
+    found = wrong(tmp_path, text)
+    assert found.keys() == {("value", "y")}
+    assert "it has the shape (1, " in found["value", "y"]
 
 
 def test_one_of_several_outputs_that_names_a_parameter(tmp_path):
@@ -249,6 +311,35 @@ def test_kernels_are_compiled_and_told(tmp_path):
         assert 100_000 < k["shared_bytes"] <= 227 * 1024 + 1024
         assert k["limited_by"] == "arithmetic"
     assert [p["name"] for p in found["backward"]] == ["next_dgrad", "finalize_d_bias", "weight_dgrad", "operand_wgrad"]
+    assert found["conditions"] == {"right": True, "one_kernel": True, "no_spills": True}
+
+
+def test_the_conditions_and_what_is_derived():
+    forward = Kernel("f", "forward", "kernel", spill_stores=0, spill_loads=0)
+    spilling = replace(forward, phase="backward", spill_stores=3, spill_loads=2)
+    split, made = Kernel("f", "forward", "split"), Kernel("f", "backward", "rows")
+    assert str(conditions(True, [forward, spilling])) == "right, one kernel, no spills"
+    assert str(conditions(True, [replace(spilling, phase="forward")])) == "right, one kernel, spills"
+    assert str(conditions(False, [split])) == "wrong, no single kernel"
+    assert str(conditions(True, [])) == "right, kernels not looked at"
+    assert derived([forward, spilling, made, made]) == "kernel 1, generated 2, spilling 1"
+    assert derived([forward]) == ""
+
+
+def test_the_table_of_kernels_is_whole_on_a_page():
+    """What a step is, and why it is slow, is not cut off, however long the program's name is."""
+    forward = Kernel("f", "forward, in training", "kernel", config="128x160 pp narrow", registers=168, spill_stores=6)
+    long = replace(forward, program="residual_rms_backward", spill_loads=14, stages=6, shared_bytes=230_000)
+    console = Console(width=120, record=True, file=io.StringIO())
+    few = replace(long, program="f", spill_stores=0, spill_loads=0, stages=2)
+    console.print(_kernels([long, Kernel("next_dgrad", "backward", "split"), few]))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 4
+    assert "in training  one kernel 128x160 pp narrow" in lines[1]
+    assert lines[1].rstrip().endswith("spills")
+    assert "GEMM + generated" in lines[2]
+    assert lines[2].rstrip().endswith("a second pass")
+    assert lines[3].rstrip().endswith("pipeline stages")
 
 
 @needs_quack
@@ -262,6 +353,12 @@ def test_kernels_are_compiled_and_told(tmp_path):
             "    return dict(y=torch.cat([a / (a.square().sum(-1, keepdim=True) + 1).sqrt(), b], -1).flatten(1))",
             "sum_inside takes one lane of each head",
             "r = rsqrt(sum_inside(acc * acc, groups=4) + 1.0)",
+        ),
+        (
+            "s = sum_row(left * left + right)\n    return dict(y=acc, s=s)",
+            "a, b = acc.unflatten(1, (4, -1)).chunk(2, -1)\n    return dict(y=acc, s=(a * a + b).sum((1, 2)))",
+            "this kernel stores whole rows, and sums over whole rows",
+            "s = sum_row(join_halves(left * left + right, 0.0, groups=4))",
         ),
         (
             "m = acc > 0\n    return dict(y=acc, m=m)",
@@ -284,6 +381,7 @@ def slow_reference(acc):
     (found,) = check(written(tmp_path, text)).programs
     assert found.kernels[0].kind == "split"
     assert found.kernels[0].limited_by == "a second pass over memory"
+    assert found.conditions.one_kernel is False
     assert reason in found.advice.reason
     assert write in found.advice.write
     assert found.advice.where.text.startswith(body.split(" =")[0])

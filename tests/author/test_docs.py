@@ -4,6 +4,7 @@ A Python block that begins with ``# file: NAME`` is written; other Python blocks
 folder of the files, with ``--quick`` added to ``check``: kernels are compiled elsewhere. ``# exit N`` is a command's
 exit code. A text block behind commands holds lines, or parts of lines, of what they print."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from codetta.author.check import check
+from codetta.author.conditions import WAYS
+from codetta.author.kernels import Kernel
+from codetta.author.tables import KINDS
 from codetta.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +92,17 @@ def test_the_page_of_context_gives_no_program_of_the_experiment():
     code = "".join(block for kind, block in BLOCK.findall(text) if kind == "python")
     assert not re.findall(r"silu|sigmoid|logsumexp|select_column|rstd|residual|gain", code)
     assert len(text) < 16_000
+
+
+def test_the_page_of_context_names_all_of_the_json():
+    names = set(re.findall(r"`(\w+)`", (ROOT / "llms.txt").read_text(encoding="utf-8")))
+    report = json.loads(
+        json.dumps(check(str(ROOT / "examples" / "epilogues" / "01_bias_gelu.py"), quick=True).to_json())
+    )
+    (program,) = report["programs"]
+    kernel = Kernel("f", "forward", "kernel").to_json()
+    assert {*report, *program, *program["comparisons"][0], *kernel} - {"codetta_check"} <= names
+    assert {*KINDS, *WAYS} <= names
 
 
 def test_the_tutorial_begins_with_what_new_writes(tmp_path):

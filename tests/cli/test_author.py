@@ -51,6 +51,7 @@ NAMES = {
     "role",
     "line",
     "ok",
+    "conditions",
     "sizes",
     "text",
     "comparisons",
@@ -64,10 +65,11 @@ NAMES = {
 
 def test_json_has_stable_names(tmp_path):
     found = json.loads(call("check", "--quick", "--json", written(tmp_path, SWIGLU)).stdout)
-    assert found.keys() == {"codetta_check", "ok", "file", "programs"}
-    assert (found["codetta_check"], found["ok"]) == (1, True)
+    assert found.keys() == {"codetta_check", "ok", "file", "error", "programs"}
+    assert (found["codetta_check"], found["ok"], found["error"]) == (1, True, None)
     (program,) = found["programs"]
     assert program.keys() == NAMES
+    assert program["conditions"] == {"right": True, "one_kernel": None, "no_spills": None}
     wanted = {"name", "kind", "ok", "max_error", "limit", "at", "place", "expected", "got", "problem"}
     assert all(c.keys() == wanted for c in program["comparisons"])
     assert {c["kind"] for c in program["comparisons"]} == {"value", "stored", "forward", "gradient"}
@@ -79,6 +81,7 @@ def test_what_is_wrong_exits_with_1_and_says_where(tmp_path):
     place = written(tmp_path, SWIGLU.replace("y=silu(gate) * up", "y=silu(gate) + up"))
     out = call("check", "--quick", place, code=1).stdout
     assert "swiglu (epilogue): wrong" in out
+    assert "swiglu: wrong, kernels not looked at" in out
     assert "values, float64: y: largest error" in out
     assert "expected" in out
     found = json.loads(call("check", "--quick", "--json", f"{place}::swiglu", code=1).stdout)
@@ -93,6 +96,7 @@ def test_what_cannot_be_checked_exits_with_2(tmp_path):
     assert "crosses tiles" in result.stderr
     assert "write: return dict(..., row=sum_row(acc))" in result.stderr
     found = json.loads(call("check", "--json", place, code=2).stdout)
-    assert found.keys() == {"codetta_check", "ok", "file", "error"}
+    assert found.keys() == {"codetta_check", "ok", "file", "error", "programs"}
+    assert found["programs"] == []
     assert found["error"].keys() == {"kind", "message", "where", "hint", "write"}
     assert "no file" in call("check", str(tmp_path / "no.py"), code=2).stderr

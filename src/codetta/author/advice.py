@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from codetta.core.node import Node
+from codetta.core.node import Node, postorder
 from codetta.core.types import Kind
 from codetta.errors import SourceLine
 from codetta.ir import ops
@@ -28,7 +28,7 @@ class Advice:
 
 def advice(program: Program) -> Advice | None:
     """What can be said about a program as its author wrote it; None where the reason alone must do."""
-    found = [_dtype(name, n) or _lane(name, n) for name, n in program.outputs]
+    found = [_dtype(name, n) or _lane(name, n) or _lane_sum(program, n) for name, n in program.outputs]
     return next(filter(None, [*found, *(_lane("", n) for n in program.body)]), None)
 
 
@@ -43,7 +43,7 @@ def _dtype(name: str, n: Node) -> Advice | None:
 
 def _lane(name: str, n: Node) -> Advice | None:
     """A reduction of one lane of a pair, where only the whole is at hand in one thread."""
-    if n.op is not ops.REDUCE or not isinstance(n.attrs[1], Kind) or not _is_lane(n.args[0]):
+    if n.op is not ops.REDUCE or not isinstance(n.attrs[1], Kind) or not _splits(n.args[0]):
         return None
     call, to = f"{n.attrs[0]}_{TARGET_NAMES[n.attrs[1]]}", n.attrs[1]
     if to is Kind.GROUPVEC:
@@ -67,8 +67,28 @@ def _lane(name: str, n: Node) -> Advice | None:
     return Advice(n.where, reason, write)
 
 
-def _is_lane(n: Node) -> bool:
-    """Whether a Tile is one lane of a pair, or made of lanes."""
-    if n.op is ops.PART and isinstance(split := n.attrs[0], Split):
-        return split.is_pair
-    return n.op is not ops.JOIN and n.type.kind is Kind.TILE and any(_is_lane(a) for a in n.args)
+def _lane_sum(program: Program, n: Node) -> Advice | None:
+    """A sum over the row of one lane, in a kernel that stores whole rows: it sums over whole rows too."""
+    if n.op is not ops.REDUCE or n.attrs[:2] != ("sum", Kind.COLVEC) or not (splits := _splits(n.args[0])):
+        return None
+    width = program.params[0].type.cols
+    if not any(o.type.kind is Kind.TILE and o.type.cols == width for _, o in program.outputs):
+        return None
+    groups = f", groups={splits[0].groups}" if splits[0].groups > 1 else ""
+    join = "join_adjacent" if splits[0].adjacent else "join_halves"
+
+    def change(x: ast.expr) -> ast.expr | None:
+        match x:
+            case ast.Call(func=ast.Name(id="sum_row"), args=[summed]):
+                return ast.parse(f"sum_row({join}({ast.unparse(summed)}, 0.0{groups}))", mode="eval").body
+        return None
+
+    reason = "sum_row of one lane, or of lanes added: this kernel stores whole rows, and sums over whole rows"
+    return Advice(n.where, reason, corrected(n.where, change) or f"sum_row({join}(left, right{groups}))")
+
+
+def _splits(n: Node) -> list[Split]:
+    """The pairs of which a Tile is one lane, or made of lanes."""
+    made_of = postorder([n], stop=lambda m: m.op in (ops.PART, ops.JOIN) or m.type.kind is not Kind.TILE)
+    lanes = [m.attrs[0] for m in made_of if m.op is ops.PART and m.type.kind is Kind.TILE]
+    return [s for s in lanes if isinstance(s, Split) and s.is_pair]

@@ -110,6 +110,7 @@ def _ragged(program: Program, random: Random, spread: tuple[int, int]) -> dict[s
     for name in sorted(names - found.keys()):
         step = unit.get(name, 1) * lcm(*found.values())
         low, high = (-(-bound // step) for bound in spread)
+        low = max(low, 2)  # a group of one column hides what is wrong in it: its sum is the column itself
         found[name] = step * random.randint(low, max(high, low + 2))
     return found
 

@@ -1,10 +1,10 @@
 """One command's worth of an author's questions: does it compute what it should, and what is it as a kernel.
 
 The JSON of ``codetta check --json`` has these names, and keeps them while ``codetta_check`` is 1: ``ok``, ``file``,
-``programs`` (or ``error`` with ``kind``, ``message``, ``where``, ``hint``, ``write``). A program has ``name``,
-``role``, ``line``, ``ok``, ``sizes``, ``text``, ``comparisons`` (``Compared``), ``backward`` (``name``, ``role``,
-``text``), ``kernels`` (``Kernel``), ``advice`` (null, or ``where``, ``reason``, ``write``), ``times`` (``Measured``)
-and ``skipped`` (``what``, ``why``).
+``error`` (null, or ``kind``, ``message``, ``where``, ``hint``, ``write``; then there are no programs) and ``programs``.
+A program has ``name``, ``role``, ``line``, ``ok``, ``conditions`` (``Conditions``), ``sizes``, ``text``,
+``comparisons`` (``Compared``), ``backward`` (``name``, ``role``, ``text``), ``kernels`` (``Kernel``), ``advice`` (null,
+or ``where``, ``reason``, ``write``), ``times`` (``Measured``) and ``skipped`` (``what``, ``why``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import RenderableType
 from codetta.author.advice import Advice, advice
 from codetta.author.bind import compiled_form, real_sizes
 from codetta.author.compare import Compared
+from codetta.author.conditions import Conditions, conditions
 from codetta.author.file import Authored, load
 from codetta.author.kernels import FORWARD, Kernel, Part, kernels, parts_of
 from codetta.author.measured import Measured, on_gpu, times
@@ -62,6 +63,11 @@ class Checked:
         """Whether every comparison agrees, and every kernel compiles."""
         return all(c.ok for c in self.comparisons) and all(k.kind != "failed" for k in self.kernels)
 
+    @property
+    def conditions(self) -> Conditions:
+        """Whether it is what a finished program is."""
+        return conditions(all(c.ok for c in self.comparisons), self.kernels)
+
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
         return {
@@ -69,6 +75,7 @@ class Checked:
             "role": self.role,
             "line": self.line,
             "ok": self.ok,
+            "conditions": self.conditions.to_json(),
             "sizes": dict(self.sizes),
             "text": self.text,
             "comparisons": [c.to_json() for c in self.comparisons],
@@ -95,7 +102,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
         programs = [p.to_json() for p in self.programs]
-        return {"codetta_check": VERSION, "ok": self.ok, "file": self.file, "programs": programs}
+        return {"codetta_check": VERSION, "ok": self.ok, "file": self.file, "error": None, "programs": programs}
 
     def __rich__(self) -> RenderableType:
         return shown(self.programs)
@@ -112,7 +119,7 @@ def failure(place: str, error: CodettaError) -> dict[str, Any]:
     where = str(error.where) if error.where is not None else ""
     told = {"kind": type(error).__name__, "message": error.message, "where": where, "hint": error.hint or ""}
     told["write"] = error.write or ""
-    return {"codetta_check": VERSION, "ok": False, "file": place.partition("::")[0], "error": told}
+    return {"codetta_check": VERSION, "ok": False, "file": place.partition("::")[0], "error": told, "programs": []}
 
 
 def _checked(authored: Authored, quick: bool, tell: Tell) -> Checked:

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from codetta.author.compare import Compared
-from codetta.author.kernels import Kernel
+from codetta.author.conditions import WAYS, derived, spills
+from codetta.author.kernels import TRAINING, Kernel
 from codetta.author.measured import Measured
 from codetta.lang.source import program_text
 
@@ -27,7 +28,12 @@ KINDS = {
     "gradient": "derived gradients",
     "gpu": "values, on the GPU",
 }
-WAYS = {"library": "a bare GEMM", "rows": "generated", "split": "GEMM + generated", "failed": "[red]fails[/red]"}
+PHASES = {TRAINING: "in training"}  # the others are short
+IN_TRAINING = "in training: the forward where a gradient is asked for, which also stores what only backward needs"
+SPILLING = (
+    "spills are of the tile, which is chosen for you, not of the program; up to eight cost less than can be measured, "
+    "and tuning tries other tiles"
+)
 
 
 def shown(programs: Sequence[Checked]) -> RenderableType:
@@ -50,13 +56,21 @@ def _program(p: Checked) -> Iterator[RenderableType]:
     if p.kernels:
         yield Text(f"kernels for sm_90a at {sizes}", style="bold")
         yield _kernels(p.kernels)
-        yield from (f"{escape(k.program)}: {escape(k.reason)}" for k in p.kernels if k.kind in ("split", "failed"))
+        if any(k.phase == TRAINING for k in p.kernels):
+            yield Text(IN_TRAINING, style="dim")
+        reasons = {(k.program, k.reason): None for k in p.kernels if k.kind in ("split", "failed")}
+        yield from (f"{escape(name)}: {escape(reason)}" for name, reason in reasons)
     if p.advice is not None:
         write = p.advice.write.replace("\n", "\n         ")
         yield Text(f"no single kernel: {p.advice.reason}\n  at {p.advice.where}\n  write: {write}", style="yellow")
     if p.times:
         yield _times(p.times)
     yield from (f"skipped: {escape(s.what)} ({escape(s.why)})" for s in p.skipped)
+    yield Text(f"{p.name}: {p.conditions}", style="bold")
+    if told := derived(p.kernels):
+        yield Text(f"derived from it: {told}")
+    if any(map(spills, p.kernels)):
+        yield Text(SPILLING, style="dim")
     yield ""
 
 
@@ -73,20 +87,28 @@ def _numbers(found: Sequence[Compared]) -> Table:
 
 
 def _kernels(found: Sequence[Kernel]) -> Table:
-    table = _table("program", "phase", "tile", "registers", "spills", "shared", "stages", "least µs", "limited by")
+    """One row a step: how it runs and, where it is our kernel, its tile and what its code uses."""
+    columns = ("phase", "as", "regs", "spills", "KiB", "stages", "least µs", "limited by")
+    table = _table("program", *columns)
+    for column in table.columns[1:]:
+        column.no_wrap = True  # narrow as they are, they fit beside a long name
     for k in found:
         least = f"{max(k.arithmetic_us, k.memory_us):.0f}"
-        if k.kind != "kernel":
-            limited = k.limited_by if k.kind == "split" else ""
-            table.add_row(escape(k.program), k.phase, f"[dim]{WAYS[k.kind]}[/dim]", "", "", "", "", least, limited)
-            continue
-        spills = f"{k.spill_stores}+{k.spill_loads}"
-        red = f"[red]{spills}[/red]" if k.spill_stores or k.spill_loads else "0"
-        shared = f"{k.shared_bytes / 1024:.0f} KiB" if k.shared_bytes else "?"
-        stages = str(k.stages) if k.stages else "?"
-        row = (k.config, str(k.registers), red, shared, stages, least, k.limited_by)
-        table.add_row(escape(k.program), k.phase, *row)
+        table.add_row(escape(k.program), PHASES.get(k.phase, k.phase), *_of_kernel(k, least))
     return table
+
+
+def _of_kernel(k: Kernel, least: str) -> tuple[str, ...]:
+    """The cells of a row behind its phase."""
+    if k.kind != "kernel":
+        style = "red" if k.kind == "failed" else "dim"
+        limited = "a second pass" if k.kind == "split" else ""
+        return f"[{style}]{WAYS[k.kind]}[/{style}]", "", "", "", "", least, limited
+    counts = f"{k.spill_stores}+{k.spill_loads}"
+    red = f"[red]{counts}[/red]" if spills(k) else "0"
+    shared = f"{k.shared_bytes / 1024:.0f}" if k.shared_bytes else "?"
+    stages = str(k.stages) if k.stages else "?"
+    return f"{WAYS[k.kind]} {k.config}", str(k.registers), red, shared, stages, least, k.limited_by
 
 
 def _times(found: Sequence[Measured]) -> Table:

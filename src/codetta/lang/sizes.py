@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from codetta.core.node import Node, node
-from codetta.core.types import Dim, Sym, Type, f64
+from codetta.core.types import Dim, Sym, Type, boolean, f64
 from codetta.errors import ShapeError
 from codetta.ir import ops
 from codetta.ir.build import cast
@@ -27,8 +27,8 @@ def with_sizes(program: Program, sizes: Mapping[str, int]) -> Program:
 def on_leaves(
     program: Program, leaves: Sequence[Node], sizes: Mapping[str, int], *, wide: bool = False
 ) -> tuple[tuple[str, Node], ...]:
-    """The outputs over other nodes in the place of the parameters, whose dtypes they take; a ``wide`` program rounds to
-    no narrower float in between."""
+    """The outputs over other nodes in the place of the parameters, whose dtypes they take; a ``wide`` program is
+    computed in float64: it rounds to no narrower float in between, and functions of numbers alone are as wide."""
     done: dict[Node, Node] = dict(zip(program.params, leaves, strict=True))
     for n in program.body:
         if n in done:
@@ -37,6 +37,8 @@ def on_leaves(
         if wide and n.op is ops.CAST and n.type.dtype.is_float:
             done[n] = cast(args[0], f64)
         else:
+            if wide and n.op.family == "map" and n.type.dtype.is_float and all(a.op is ops.CONST for a in args):
+                args = tuple(a if a.type.dtype is boolean else cast(a, f64) for a in args)
             done[n] = node(n.op, *args, attrs=tuple(_at(a, sizes) for a in n.attrs), where=n.where)
     return tuple((name, done[n]) for name, n in program.outputs)
 

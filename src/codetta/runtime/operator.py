@@ -14,6 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from codetta.backends.autocast import autocast_dtype
 from codetta.backends.hopper.support import why_not
 from codetta.backends.reference.evaluate import DTYPE_OF, TORCH
 from codetta.core.node import Node, postorder
@@ -97,10 +98,9 @@ def _number(value: Tensor | float, t: Type) -> torch.dtype | None:
 
 
 def _program(x: Tensor, weight: Tensor, params: Sequence[Tensor], digest: str) -> list[Tensor]:
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None:
+        with torch.autocast(x.device.type, enabled=False):
             return _program(_narrowed(x, dtype), _narrowed(weight, dtype), params, digest)
     program = program_of(digest)
     lead = x.shape[:-1]

@@ -98,7 +98,8 @@ class Expressions:
             columns, index = n.args if n.args[0].op is ops.COLUMN else n.args[::-1]
             return self.loads.hit(columns, index, self.within)
         if n.op is ops.RANDOM:
-            return self.loads.random(*n.args, self.within)
+            seed, row, column = n.args
+            return self.loads.random(seed, row, column, self.within)
         if n.op not in TEXT:
             raise NotLowered(f"{n.op.name} inside an epilogue")
         return TEXT[n.op].format(*(self.at(a, lane) for a in n.args))
