@@ -83,7 +83,7 @@ def judged(task: Task, file: Path, quick: bool = False) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"ok": False, "kind": "timeout", "message": f"not done in {TIMEOUT} s"}
     try:
-        found = json.loads(done.stdout)
+        found = json.loads(done.stdout.replace(str(file.resolve()), f"{task.key}/{file.name}"))
     except json.JSONDecodeError:  # codetta itself failed: its last line says how
         return {"ok": False, "kind": "crash", "message": done.stderr.strip().rpartition("\n")[2][:400]}
     if found["error"]:

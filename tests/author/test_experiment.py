@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from codetta.author.bind import compiled_form
+from codetta.author.check import check
+from codetta.backends.hopper.choose import why_split
+
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("authoring", ROOT / "benchmarks" / "authoring.py")
 authoring = importlib.util.module_from_spec(spec)
@@ -31,6 +35,18 @@ def test_a_task_asks_for_what_its_own_program_does(task, own):
     assert authored.program == task.own
     assert authored.sizes == {"M": 16_384}
     assert not authoring.changed_task(task, own / task.key / "1.py")
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.key)
+def test_the_answers_that_are_told_of_are_right(task):
+    """Those of docs/authoring/experiment.md: the last file of each task, with the task's own reference."""
+    last = max((ROOT / "benchmarks" / "authoring" / "answers" / task.key).glob("*.py"), key=lambda f: int(f.stem))
+    assert not authoring.changed_task(task, last)
+    (found,) = check(f"{last}::{task.name}", quick=True).programs
+    assert not [f"{c.kind} {c}" for c in found.comparisons if not c.ok]
+    program = compiled_form(authoring.load(str(last))[0].program, found.sizes)
+    assert program.params[0].type == task.own.params[0].type
+    assert why_split(program) is None
 
 
 def test_the_own_program_is_right_and_a_changed_reference_is_seen(own, tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from codetta.backends.hopper.choose import why_split
 from codetta.bench import paper
@@ -13,6 +15,10 @@ from codetta.bench.kernels import Settings
 from codetta.bench.paper import PROGRAMS, bound
 from codetta.bench.report import OURS, Report
 from codetta.bench.shapes import PAPER, SHAPES
+from codetta.core.types import i32
+from codetta.ir.build import input_
+from codetta.ir.program import param_name
+from codetta.lang.sizes import on_leaves
 
 TINY = SHAPES["tiny"]
 
@@ -35,3 +41,14 @@ def test_each_is_right_and_timed():
     assert ours.keys() == {e.name for e in PROGRAMS}
     assert all(r.median and r.base == BARE and r.error is not None and r.error < 4e-3 for r in ours.values())
     assert not [r.note for r in report.rows if r.note]
+
+
+def test_an_index_is_drawn_in_the_programs_own_dtype():
+    """An answer of docs/authoring/experiment.md may take its targets as i32."""
+    entry = next(e for e in PROGRAMS if e.name == "GEMM + cross-entropy")
+    program = bound(entry, TINY)
+    narrow = tuple(input_("target", p.type.of(i32)) if param_name(p) == "target" else p for p in program.params)
+    changed = replace(program, params=narrow, outputs=on_leaves(program, narrow, {}))
+    for form, dtype in ((program, torch.int64), (changed, torch.int32)):
+        found = paper.case(entry, TINY, paper.plan_of(form), "cpu", "reference")
+        assert found.roles["target"].dtype is dtype

@@ -51,6 +51,46 @@ MISTAKES = [
         None,
     ),
     Mistake(
+        "crosses tiles, only to be scaled",
+        """
+        @epilogue
+        def head(acc: Tile, rstd: ColVec, target: ColVec[i64]):
+            return dict(logits=acc, picked=select_column(acc, target) * rstd)  #!
+        """,
+        "`picked` (= select_column(acc, target) * rstd) needs `select_column(acc, target)`, which crosses tiles",
+        "return dict(..., picked=select_column(acc * rstd, target))  # a factor per row or column goes inside",
+        None,
+    ),
+    Mistake(
+        "crosses tiles, a sum only to be scaled",
+        """
+        @epilogue
+        def sums(acc: Tile, gain: RowVec):
+            x = acc + gain
+            total = sum_col(x * x) * gain  #!
+            return dict(x=x, total=total)
+        """,
+        "which crosses tiles",
+        "return dict(..., total=sum_col((x * x) * gain))  # a factor per row or column goes inside",
+        None,
+    ),
+    Mistake(
+        "crosses tiles, beside another vector",
+        """
+        @epilogue
+        def head(acc: Tile, scale: ColVec):
+            return dict(logits=acc, lse=logsumexp_row(acc) * scale)  #!
+        """,
+        "`lse` (= logsumexp_row(acc) * scale) needs `logsumexp_row(acc)`, which crosses tiles",
+        """
+        return dict(..., row=logsumexp_row(acc))
+        @finalize
+        def after_head(row: ColVec, scale: ColVec):
+            return dict(lse=row * scale)
+        """,
+        None,
+    ),
+    Mistake(
         "crosses tiles, a tile made of it",
         """
         @epilogue

@@ -47,7 +47,8 @@ def real_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
     names = {d.name for d in symbols(program)}
     unknown = given.keys() - names - {ROWS.name, INNER}
     if unknown:
-        hint = f"it has: {', '.join(sorted(names | {INNER}))}"
+        hint = f"leave it out of {program.name}_SIZES where annotations give a number, as in Tile[4096]; it has: "
+        hint += ", ".join(sorted(names | {INNER}))
         raise AuthorError(f"{program.name} has no size called {', '.join(sorted(unknown))}", hint=hint)
     missing = names - given.keys() - DEFAULTS.keys()
     if missing:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from codetta.backends import prepare
+from codetta.backends.reference.evaluate import TORCH
 from codetta.bench.kernels import Settings, measured, told
 from codetta.bench.report import OURS, Report, Row
 from codetta.bench.shapes import Shape, rope_tables
@@ -265,7 +266,7 @@ def _operands(plan: Plan, s: Shape, device: str) -> Iterator[tuple[str, Tensor]]
         if name in tables:
             yield name, tables[name]
         elif name == "target":
-            yield name, torch.randint(s.vocabulary, shape, generator=generator, device=device)
+            yield name, torch.randint(s.vocabulary, shape, generator=generator, device=device, dtype=TORCH[t.dtype])
         else:
             x = torch.randn(shape, generator=generator, device=device)
             x = x * shape[1 if plan.steps[0].program.gemm.form == "nt" else 0] ** -0.5 if name == "w" else x  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from codetta.core.node import Node
+from codetta.core.node import Node, postorder
 from codetta.core.types import Kind
 from codetta.errors import SourceLine
 from codetta.ir import legal, ops
@@ -24,7 +24,23 @@ def around_the_rule(role: str, found: legal.Violation, name: str, names: Names, 
     crossing = next((a for a in found.node.args if legal.crosses(role, a)), None)
     if crossing is None:
         return _in_parts(found.node, names, where) if legal.crosses(role, found.node) is False else None
-    return _deferred(found.node, crossing, name, names, where)
+    return _inside(found.node, crossing, names) or _deferred(found.node, crossing, name, names, where)
+
+
+def _inside(n: Node, crossing: Node, names: Names) -> str | None:
+    """A factor per row of a row's sum, or of its value at a column: taken inside, nothing waits for the whole row."""
+    linear = crossing.op is ops.SELECT or (crossing.op is ops.REDUCE and crossing.attrs[0] == "sum")
+    if n.op is not ops.MUL or not linear:
+        return None
+    factor = n.args[1] if n.args[0] is crossing else n.args[0]
+    if factor is crossing or factor.type.kind is not crossing.type.kind:
+        return None
+    reduced = crossing.args[0]
+    x, r = (_name(a, names) or _spelled(a, names) for a in (reduced, factor))
+    scaled = f"{x if x.isidentifier() else f'({x})'} * {r if r.isidentifier() else f'({r})'}"
+    made = _spelled(crossing, names, {reduced: scaled})
+    partial = names.get(n) or FALLBACK.get(crossing.type.kind, "partial")
+    return f"return dict(..., {partial}={made})  # a factor per row or column goes inside"
 
 
 def _deferred(n: Node, crossing: Node, name: str, names: Names, where: SourceLine) -> str:
@@ -35,10 +51,26 @@ def _deferred(n: Node, crossing: Node, name: str, names: Names, where: SourceLin
     here = f"return dict(..., {partial}={partial if crossing in names else made})"
     if n.type.kind is Kind.TILE:
         return f"{here}\n# and in the next program, def after_{name}(acc: Tile, {partial}: {kind}):\n{line}"
-    target, _, value = line.partition(" = ")
-    assigned = target if value and target.isidentifier() else partial
-    body = value or f"{names.get(n) or _spelled(n, {**names, crossing: partial})}"
-    return f"{here}\n@finalize\ndef after_{name}({partial}: {kind}):\n    return dict({assigned}={body})"
+    assigned, _, body = line.partition(" = ")
+    if not (body and assigned.isidentifier()):
+        assigned, body = names.get(n, partial), _spelled(n, {**names, crossing: partial})
+    taken = "".join(f", {v}: {k}" for v, k in _vectors(n, crossing, names))
+    return f"{here}\n@finalize\ndef after_{name}({partial}: {kind}{taken}):\n    return dict({assigned}={body})"
+
+
+def _vectors(n: Node, crossing: Node, names: Names) -> list[tuple[str, str]]:
+    """The other vectors of which a value is made, by name, with their kinds."""
+
+    def ends(m: Node) -> bool:
+        return m is crossing or m.op is ops.INPUT or (m in names and m is not n)
+
+    found = [m for m in postorder([n], stop=ends) if ends(m) and m is not crossing and m.type.kind is not Kind.TILE]
+    return [(name, m.type.kind.value) for m in found if (name := _name(m, names))]
+
+
+def _name(n: Node, names: Names) -> str | None:
+    """What a parameter, or a value that the program names, is called."""
+    return param_name(n) if n.op is ops.INPUT else names.get(n)
 
 
 def _with_name(where: SourceLine, made: str, partial: str) -> str:
@@ -58,8 +90,12 @@ def _in_parts(n: Node, names: Names, where: SourceLine) -> str:
     return f"{left}, {right} = halves(acc)  # lanes lie in one tile\n{where.text}"
 
 
-def _spelled(n: Node, names: Names) -> str:
+def _spelled(n: Node, names: Names, instead: Names | None = None) -> str:
+    """A value as an expression of what has a name; ``instead`` is written for some values, parameters too."""
+
     def operand(a: Node) -> Text:
+        if instead is not None and a in instead:
+            return Text(instead[a], ATOM)
         if a.op is ops.INPUT:
             return Text(param_name(a), ATOM)
         return Text(names[a], ATOM) if a in names else expression(a, operand)
