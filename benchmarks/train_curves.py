@@ -113,7 +113,7 @@ def trainee(subject: Subject, way: str, device: str) -> Trainee:
     if way == "inductor":  # on a CPU it would compile for minutes: what is tried there is the script
         inner = "inductor" if device == "cuda" else "aot_eager"
         return Trainee(subject, model, torch.compile(model, dynamic=False, backend=inner), device)
-    options = {"logits": "never", "kernels": "hopper" if device == "cuda" else "auto"}  # nobody reads the logits
+    options = {"kernels": "hopper" if device == "cuda" else "auto"}
     ours = torch.compile(model, backend=partial(backend, options=options), dynamic=False)
     return Trainee(subject, model, ours, device)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from codetta.bench.baselines import inductor
-from codetta.bench.check import PLAIN_LIMIT, compared
+from codetta.bench.check import compared
 from codetta.bench.contenders import BARE, OURS
 from codetta.bench.environment import watching
 from codetta.bench.kernels import Settings, told
@@ -33,6 +33,8 @@ from codetta.timing import Variant, measure
 
 CASE = "head, loss, forward + backward"
 CASE_SECONDS = 15.0
+# Logits rounded to bfloat16 put errors of 1.1e-2 into the gradients of rare rows at d = 8192; eager has the same.
+OUR_LIMIT = 2e-2
 OTHERS_LIMIT = 5e-2  # sums over chunks rounded to bfloat16 are 1e-2 off; a missing term is off by half
 PART = 1024  # tokens of the reference at once
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -200,7 +202,7 @@ def _at(shape: Shape, settings: Settings) -> list[Row]:
         settings.tell(f"{shape.name}: {name}")
         row = replace(blank, variant=name)
         try:
-            f, limit = make(), PLAIN_LIMIT if name.startswith(OURS) else OTHERS_LIMIT
+            f, limit = make(), OUR_LIMIT if name.startswith(OURS) else OTHERS_LIMIT
             row = replace(row, error=compared(name, named(b, *step(f, b)), expected, limit))
             rows.append(replace(row, peak=peak(f, b)))
             ready[name] = partial(step, f, b)

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from codetta import settings
 from codetta.backends import prepare
+from codetta.capture.inductor import announce_ops
 from codetta.capture.kernels import pack_stacks, target
 from codetta.capture.logits import THROUGH, NoLogits, logits_outputs, outputs_of, without_outputs
 from codetta.capture.loss_head import HeadTask, LossHead, head_memory, task_of, without_logits
@@ -205,6 +206,8 @@ def _inner(chosen: BackendOptions, device: str) -> Callable[[GraphModule, Any], 
     """Who runs the graph around the segments."""
     name = chosen.inner if chosen.inner != "auto" else "inductor" if device == "cuda" else "eager"
     run: Callable[..., Run] = lookup_backend(name)
+    if name == "inductor":
+        announce_ops()
     if not chosen.cudagraphs:
         return run
     if name != "inductor":

@@ -16,14 +16,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from codetta.backends.hopper import counters
 from codetta.backends.hopper.choose import own_kernel
 from codetta.backends.hopper.columns import NotLowered
 from codetta.backends.hopper.gemm import Job, compiled, job_of
 from codetta.backends.hopper.stages import kernel_file
-from codetta.backends.hopper.toolchain import compiling_environment
+from codetta.backends.hopper.toolchain import compiling_environment, has_device
 from codetta.partition.plan import Plan
 
 # isort: split
@@ -50,6 +52,8 @@ def jobs_of(plans: Iterable[Plan], batch_invariant: bool = False, rows: int | No
 
 def compile_all(jobs: dict[Job, str]) -> None:
     """Compile, or load from the cache, every kernel; afterwards ``compiled(job)`` returns at once."""
+    if has_device():  # before a graph is recorded
+        counters.prepare(torch.cuda.current_device())
     missing = [job for job in jobs if not is_cached(job)]
     with _progress(len(missing)) as done:
         if len(missing) >= WORTH_WORKERS:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from codetta.backends.hopper import memory
+from codetta.backends.hopper import counters, memory
 from codetta.backends.hopper.rows.kernel import Argument, Kernel, pow2
 from codetta.backends.hopper.rows.launcher import Grid, Launcher, launcher_of
 from codetta.backends.hopper.rows.launches import Launch, Output
@@ -22,7 +22,6 @@ from codetta.partition.size import dim
 IN_FLIGHT = 528  # blocks that keep an H200 busy: four on each of its 132 multiprocessors
 FEW_PARTS, MANY_PARTS = 32, 128  # parts of a row that are read at once
 ALIGNED = 15  # an address with any of these bits is not one for which Triton loads 16 bytes at once
-COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +242,5 @@ def _specialised(value: object, what: str) -> object:
 
 
 def counter(device: torch.device) -> Tensor:
-    """The count of blocks that are done, 0 between launches; launches of one stream run one after the other."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    if (device, stream) not in COUNTERS:
-        COUNTERS[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
-    return COUNTERS[device, stream]
+    """The count of blocks that are done, 0 between launches."""
+    return counters.next_as_tensor(device.index) if device.type == "cuda" else torch.zeros(1, dtype=torch.int32)
