@@ -42,6 +42,7 @@ LATE_IMPORTS = {
     "bench/contenders.py": "Liger, a peer that few have",
     "bench/loss.py": "Liger and QuACK, peers that few have",
     "bench/peers.py": "Liger, FlashInfer and QuACK, peers that few have",
+    "capture/inductor.py": "Inductor, which takes seconds to load",
     "capture/trainer.py": "accelerate, which only a Trainer needs",
     "cli/__init__.py": "a command is loaded when it is called",
     "lang/trace.py": "vjp() and run() of an epilogue: the work lies in runtime, the author's handle here",
