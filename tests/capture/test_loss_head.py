@@ -123,10 +123,11 @@ def test_logits_that_somebody_reads_are_computed():
     expect(Reading(lambda z: z), 0)
 
 
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
 @pytest.mark.parametrize("logits", ["auto", "always", "never"])
-def test_who_reads_the_logits(logits):
-    """A model that returns only its loss has one call unless logits are always wanted; one that returns its logits,
-    where these are never wanted."""
+def test_who_reads_the_logits(logits, memory):
+    """A model that returns only its loss has one call where these are never wanted, or where that saves their memory,
+    which these small ones take only if they are asked to; one that returns its logits, where these are never wanted."""
 
     class Loss(Model):
         def forward(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -134,10 +135,13 @@ def test_who_reads_the_logits(logits):
 
     torch.manual_seed(0)
     inputs = batch()
-    for model, calls in ((Loss(lambda z: z), logits != "always"), (Model(lambda z: z), logits == "never")):
+    for model, calls in (
+        (Loss(lambda z: z), logits == "never" or (logits, memory) == ("auto", "lean")),
+        (Model(lambda z: z), logits == "never"),
+    ):
         want = model(*inputs)
         with recording() as found:
-            got = compiled(model, logits=logits)(*inputs)
+            got = compiled(model, logits=logits, memory=memory)(*inputs)
         assert heads(found) == calls
         assert [len(g.heads) for g in found] == [calls]
         assert not [o for g in found for o in g.capture.opaque if "head_loss" in o.op]
@@ -232,7 +236,7 @@ def test_families_of_heads(family, dtype):
     model = FAMILIES[family]().train().to(dtype)
     ids = torch.randint(3, 65, (2, 12), generator=torch.Generator().manual_seed(0))
     with recording() as found:
-        whole_model_agrees(LossAlone(model), {"input_ids": ids, "labels": ids}, seeds=1)
+        whole_model_agrees(LossAlone(model), {"input_ids": ids, "labels": ids}, seeds=1, logits="never")
     assert heads(found) == 1
 
 

@@ -16,7 +16,7 @@ from codetta.testing import relative_error
 from ways import agree, compiled, counts, forward_plans, fresh, llama, placed, settled, whole_model_agrees, wide
 
 IGNORED = -100
-ANY_HEAD = pytest.mark.parametrize("logits", ["auto", "always"])  # a loss head of ours, or the model's own logits
+ANY_HEAD = pytest.mark.parametrize("logits", ["never", "always"])  # a loss head of ours, or the model's own logits
 REDUCTIONS = ["sum", "mean", "none"]
 
 
@@ -65,7 +65,7 @@ def batch(
 
 def expect(found: list[CapturedGraph], logits: str, programs: dict[str, int]) -> None:
     """One loss head, or segments of these programs."""
-    assert [len(g.heads) for g in found] == [int(logits == "auto")] * len(found)
+    assert [len(g.heads) for g in found] == [int(logits == "never")] * len(found)
     if logits == "always":
         assert counts(forward_plans(found)) == programs
 

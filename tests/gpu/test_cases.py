@@ -22,7 +22,7 @@ from codetta.testing import relative_error
 from target import DEVICE
 from ways import agree, backward_plans, compiled, counts, forward_plans, fresh, kernels
 
-HEADS = ("auto", "always")  # a loss head of ours, or the model's own logits
+HEADS = ("never", "always")  # a loss head of ours, or the model's own logits
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -293,8 +293,8 @@ def test_exactly_the_gradients_that_are_asked_for(asked: tuple[str, ...]):
 
 
 def test_modes_without_gradients():
-    """C24: training, evaluation, no_grad and inference_mode give the same bits, and losses that differ only as logits
-    do that are kept, rounded, or not; where no gradient is asked for, nothing is kept for one."""
+    """C24: training, evaluation, no_grad and inference_mode give the same bits; where no gradient is asked for, nothing
+    is kept for one."""
     module = Deep().bfloat16().to(DEVICE)
     fresh(module, 0)
     x = torch.randn(150, 24, device=DEVICE, dtype=BF16)
@@ -307,8 +307,7 @@ def test_modes_without_gradients():
             results.append(compiled(module)(x, targets))
         assert all(s.wrt == () for g in found for _, s in g.compiled())
     for result in results:
-        torch.testing.assert_close(result[0], trained[0], rtol=1e-4, atol=0)
-        assert torch.equal(result[1], trained[1])
+        assert all(torch.equal(a, b) for a, b in zip(result, trained, strict=True))
 
 
 @pytest.mark.parametrize("used", ["loss", "stream", "both"])
@@ -350,7 +349,7 @@ def test_frozen_weights(frozen: str):
         return
     (dx,), (want,) = (torch.autograd.grad(t, x) for t in (total, expected))
     assert relative_error(dx, want) < 2**-5
-    assert backward_plans(found)[0].count("gemm") == 4  # no weight's gradient; the head is a call of its own
+    assert backward_plans(found)[0].count("gemm") == 5  # no weight's gradient
 
 
 # --- the ops ----------------------------------------------------------------------------------------------------------
@@ -363,7 +362,7 @@ def test_opcheck():
     x = torch.randn(7, 24, device=DEVICE, dtype=BF16, requires_grad=True)
     targets = torch.randint(0, 65, (7,), device=DEVICE)
     torch._dynamo.reset()
-    calls = Calls(inner="eager", kernels=kernels())  # Inductor would not compile under the mode that collects
+    calls = Calls(inner="eager", kernels=kernels(), logits="never")  # Inductor would not compile under the mode that collects
     total, stream = torch.compile(module, backend=calls.backend, fullgraph=True)(x, targets)
     with calls:
         (total + stream.square().sum()).backward()

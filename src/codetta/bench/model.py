@@ -26,6 +26,7 @@ LEVEL = "model"
 STEPS = 5
 ROUNDS = 4
 LONGEST = 900.0  # seconds that a duty may take if there is no budget
+FIRST = 0.4  # the part of a budget that first steps may take: who does not end its compilation leaves time to the rest
 SHORTEST = 5.0  # and that it gets at least, once it has begun
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 
@@ -140,7 +141,7 @@ class Trial:
         return {"loss": self.reference.loss, "norm": self.reference.norm}
 
     def _first(self, contender: str) -> None:
-        self.workers[contender].ask("first", self._seconds, **self._bar)
+        self.workers[contender].ask("first", self._first_seconds, **self._bar)
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -153,6 +154,11 @@ class Trial:
                 self.settings.tell(f"{self.case.name}: {contender}, {what}")
                 self.workers[contender].ask(duty, self._seconds, **given)
                 self._keep()
+
+    @property
+    def _first_seconds(self) -> float:
+        budget = self.report.seconds
+        return LONGEST if budget is None else max(min(FIRST * budget, budget - self.report.elapsed), SHORTEST)
 
     @property
     def _seconds(self) -> float:

@@ -139,7 +139,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
         graph = widened(graph)
     hidden = logits_outputs(graph) if chosen.logits == "never" else []
     fakes = without_outputs(graph, hidden)
-    heads = without_logits(graph, head_memory(chosen.memory)) if _own_head(chosen) else []
+    heads = without_logits(graph, head_memory(chosen.memory), chosen.logits == "never") if _own_head(chosen) else []
     packed = chosen.pack is True or (chosen.pack == "auto" and found.backend == "hopper")
     if chosen.rewrite:
         options = Options(found.backend, chosen.memory, packed, chosen.batch_invariant)

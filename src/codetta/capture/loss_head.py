@@ -113,17 +113,18 @@ def head_memory(memory: str) -> Memory:
     return "fast" if memory == "fast" else "lean" if memory == "lean" else "auto"
 
 
-def without_logits(gm: GraphModule, memory: Memory) -> list[LossHead]:
-    """Replace every head whose logits only its loss reads; returns those."""
+def without_logits(gm: GraphModule, memory: Memory, always: bool) -> list[LossHead]:
+    """Replace every head whose logits only its loss reads; returns those. Unless ``always``, only where that saves the
+    logits' memory: one that keeps them is as fast inside its segment, and the norm before it faster."""
     losses = [n for n in gm.graph.nodes if n.target is aten.cross_entropy_loss.default]
-    found = [head for n in losses if (head := _replaced(gm, n, memory)) is not None]
+    found = [head for n in losses if (head := _replaced(gm, n, memory, always)) is not None]
     if found:
         gm.graph.eliminate_dead_code()
         gm.recompile()
     return found
 
 
-def _replaced(gm: GraphModule, loss: fx.Node, memory: Memory) -> LossHead | None:
+def _replaced(gm: GraphModule, loss: fx.Node, memory: Memory, always: bool) -> LossHead | None:
     logits, targets, weight, reduction, ignored, smoothing = _arguments(loss)
     chain = _chain(logits)
     if chain is None or weight is not None or targets.meta["val"].is_floating_point():
@@ -148,6 +149,9 @@ def _replaced(gm: GraphModule, loss: fx.Node, memory: Memory) -> LossHead | None
     with gm.graph.inserting_before(loss):
         call = gm.graph.call_function(head_loss, args, options)
     call.meta = dict(loss.meta)
+    if not always and task_of(call).mode == "fast":
+        gm.graph.erase_node(call)
+        return None
     loss.replace_all_uses_with(call)
     gm.graph.erase_node(loss)
     return LossHead(call, replaced, sources)
