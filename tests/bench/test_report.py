@@ -101,12 +101,12 @@ def test_charts(tmp_path: Path):
 
 def test_one_picture_of_all_sizes(tmp_path: Path):
     """Those that are shown and were measured, over the base in per cent, with labels that nothing hides."""
-    found = json.loads((RESULTS / "layer-run2.json").read_text(encoding="utf-8"))
+    found = json.loads((RESULTS / "layer-run1.json").read_text(encoding="utf-8"))
     (file,) = draw_overview(found, tmp_path / "new" / "layer.png")
     assert file.read_bytes()[:4] == b"\x89PNG"
     assert OVERVIEW in {f.name for f in draw(found, tmp_path)}
     assert draw_overview({**found, "rows": []}, tmp_path / "none.png") == []
-    given = ["bench", "chart", str(RESULTS / "layer-run2.json"), "--out", str(tmp_path / "again.png")]
+    given = ["bench", "chart", str(RESULTS / "layer-run1.json"), "--out", str(tmp_path / "again.png")]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "again.png").read_bytes() == file.read_bytes()
@@ -159,7 +159,7 @@ def test_the_parts_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def test_the_overview_draws_the_ratios(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    found = json.loads((RESULTS / "layer-run2.json").read_text(encoding="utf-8"))
+    found = json.loads((RESULTS / "layer-run1.json").read_text(encoding="utf-8"))
     drawn: list[float] = []
     real = Axes.bar
     monkeypatch.setattr(

@@ -276,6 +276,7 @@ WRONG = {
     "prove_masks": ("no", "True, False"),
     "rewrite": ("yes", "True, False"),
     "widen": (None, "True, False"),
+    "cudagraphs": ("maybe", "False, True"),
 }
 
 

@@ -362,7 +362,8 @@ def test_opcheck():
     x = torch.randn(7, 24, device=DEVICE, dtype=BF16, requires_grad=True)
     targets = torch.randint(0, 65, (7,), device=DEVICE)
     torch._dynamo.reset()
-    calls = Calls(inner="eager", kernels=kernels(), logits="never")  # Inductor would not compile under the mode that collects
+    # Inductor would not compile under the mode that collects
+    calls = Calls(inner="eager", kernels=kernels(), logits="never")
     total, stream = torch.compile(module, backend=calls.backend, fullgraph=True)(x, targets)
     with calls:
         (total + stream.square().sum()).backward()

@@ -81,8 +81,8 @@ def _class_of(lowered: Lowered) -> tuple[Config, ...]:
     if sum(s.kind == "lse" for s in lowered.sinks) > 1:
         return SOFTMAXES
     if any(s.kind in ("lse", "select") for s in lowered.sinks) or any(o.kind == "hit" for o in lowered.operands):
-        unrounded = lowered.stores and len(lowered.sinks) > 1 and "round_" not in lowered.source
-        return LOSS[1:] if unrounded else LOSS  # 128x160 spills there
+        crowded = lowered.stores and len(lowered.sinks) > 1 and (lowered.operands or "round_" not in lowered.source)
+        return LOSS[1:] if crowded else LOSS  # 128x160 spills there
     if len(lowered.stores) > 2:
         return GATED
     if any(s.over_rows for s in lowered.sinks):
