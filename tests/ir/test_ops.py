@@ -107,6 +107,8 @@ def test_functions_of_integers_are_floats(name):
         (join(columns(12, 4), of(X), 0.0), tile(16)),
         (join(columns(12, 4), of(X), of(rowvec(4))), tile(16)),
         (join(halves(), of(table(6)), 0.0), table(12)),
+        (join(halves(), of(rowvec(6)), of(table(6))), table(12)),
+        (join(halves(), of(table(6)), of(rowvec(6))), table(12)),
         (turn(of(rowvec(5, bf16))), colvec(bf16, rows=5)),
         (turn(of(colvec(rows=5))), rowvec(5)),
         (stack(of(tile(12, bf16, rows=3)), of(tile(12, bf16, rows=4))), tile(12, bf16, rows=7)),

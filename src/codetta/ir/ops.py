@@ -162,7 +162,8 @@ def _join(args: Args, attrs: Attrs) -> Type:
     if not parts:
         raise TypeMismatch("a join needs at least one part that is no plain number")
     dtype = _arithmetic(tuple(a.type.dtype for a in args)) if len({a.type.dtype for a in args}) > 1 else parts[0].dtype
-    kind = Kind.TILE if any(p.kind is Kind.TILE for p in parts) else parts[0].kind
+    wider = next((p.kind for p in parts if p.kind is not Kind.ROWVEC), Kind.ROWVEC)  # a RowVec joins any of them
+    kind = Kind.TILE if any(p.kind is Kind.TILE for p in parts) else wider
     if any(p.kind not in (kind, Kind.ROWVEC) for p in parts):
         raise TypeMismatch(f"parts of different kinds: {parts}")
     rows = {p.rows for p in parts if p.rows is not None}
