@@ -4,44 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import codetta
-from codetta import ColVec, RowVec, halves, silu, sum_row
-from codetta.lang.annotations import Tile
 from codetta.testing import relative_error
+from operators import block, plain_block
 from target import DEVICE
 
 LIMIT = 1e-2  # of gradients through two bf16 GEMMs; a term left out is off by more than a tenth
-
-
-@codetta.epilogue
-def residual_rms(acc: Tile, residual: Tile, gain: RowVec):
-    x = acc + residual
-    return dict(x=x, h=x * gain, ssq=sum_row(x * x))
-
-
-@codetta.epilogue
-def swiglu(acc: Tile["2*N"], rstd: ColVec):  # noqa: F821, UP037 - a size
-    gate, up = halves(acc * rstd)
-    return silu(gate) * up
-
-
-residual_rms_op, swiglu_op = codetta.op(residual_rms), codetta.op(swiglu)
-
-
-def block(x: Tensor, w: Tensor, residual: Tensor, gain: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    found = residual_rms_op(x, w, residual=residual, gain=gain)
-    rstd = (found["ssq"] / residual.shape[-1] + 1e-6).rsqrt()
-    return found["x"], swiglu_op(found["h"], w2, rstd=rstd)
-
-
-def plain(x: Tensor, w: Tensor, residual: Tensor, gain: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    stream = x @ w.T + residual
-    rstd = (stream.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    gate, up = (stream * rstd * gain @ w2.T).chunk(2, -1)
-    return stream, F.silu(gate) * up
 
 
 def results(fn, leaves: list[Tensor]) -> list[Tensor]:
@@ -57,7 +26,7 @@ def test_operators_on_kernels(backend):
     shapes = [(3, 171, 512), (1024, 512), (3, 171, 1024), (1024,), (2048, 1024)]
     exact = [torch.randn(s, dtype=torch.float64, device=DEVICE) * (s[-1] ** -0.5 if len(s) == 2 else 1) for s in shapes]
     given = [t.bfloat16().requires_grad_() for t in exact]
-    wanted = results(plain, [t.detach().double().requires_grad_() for t in given])
+    wanted = results(plain_block, [t.detach().double().requires_grad_() for t in given])
     compiled = block if backend is None else torch.compile(block, backend=backend, fullgraph=True)
     found = results(compiled, given)
     assert [t.device.type for t in found] == [DEVICE] * 7

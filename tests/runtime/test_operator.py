@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import codetta
 from codetta import (
     ColVec,
     GroupVec,
-    RowVec,
     Scalar,
     Table,
     Tile,
@@ -23,26 +21,13 @@ from codetta import (
     halves,
     i64,
     join_halves,
-    silu,
-    sum_row,
     where,
 )
 from codetta.capture.backend import captured
 from codetta.errors import ShapeError, TypeMismatch, UnsupportedError
+from operators import block, plain_block, residual_rms_op, swiglu_op
 
 BACKENDS = ("eager", "aot_eager", "codetta")
-
-
-@codetta.epilogue
-def residual_rms(acc: Tile, residual: Tile, gain: RowVec):
-    x = acc + residual
-    return dict(x=x, h=x * gain, ssq=sum_row(x * x))
-
-
-@codetta.epilogue
-def swiglu(acc: Annotated[Tile, "2*N"], rstd: ColVec):
-    gate, up = halves(acc * rstd)
-    return silu(gate) * up
 
 
 @codetta.epilogue
@@ -52,20 +37,7 @@ def scaled_rope(acc: Tile, cos: Table, sin: Table, scale: GroupVec, alpha: Scala
     return dict(y=where(offset > 3, y * scale * alpha, acc))
 
 
-residual_rms_op, swiglu_op, rope_op = map(codetta.op, (residual_rms, swiglu, scaled_rope))
-
-
-def block(x: Tensor, w: Tensor, residual: Tensor, gain: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    found = residual_rms_op(x, w, residual=residual, gain=gain)
-    rstd = (found["ssq"] / residual.shape[-1] + 1e-6).rsqrt()
-    return found["x"], swiglu_op(found["h"], w2, rstd=rstd)
-
-
-def plain_block(x: Tensor, w: Tensor, residual: Tensor, gain: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    stream = x @ w.T + residual
-    rstd = (stream.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    gate, up = (stream * rstd * gain @ w2.T).chunk(2, -1)
-    return stream, F.silu(gate) * up
+rope_op = codetta.op(scaled_rope)
 
 
 def leaves(*lead: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

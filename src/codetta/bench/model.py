@@ -92,7 +92,7 @@ class Trial:
     def _measure(self, wanted: Sequence[str]) -> None:
         """The unmodified model's loss, first steps, a round of turns, where the time goes, and the other rounds."""
         self.settings.tell(f"{self.case.name}: the unmodified model")
-        self.reference = self.workers[EAGER].ask("first", self._seconds, loss=None, norm=None)
+        self.reference = self.workers[EAGER].ask("first", self._seconds(), loss=None, norm=None)
         if EAGER not in wanted:
             self.workers.pop(EAGER).end()
         if self.reference.note:
@@ -126,7 +126,7 @@ class Trial:
         """One at a time: with empty caches, and in another process with those that the first one left."""
         for contender in self._there:
             self.settings.tell(f"{self.case.name}: {contender}, first step")
-            self.cold[contender].ask("first", self._seconds, **self._bar)
+            self.cold[contender].ask("first", self._seconds(), **self._bar)
             self.cold[contender].end()
             self._first(contender)
             self._keep()
@@ -141,7 +141,7 @@ class Trial:
         return {"loss": self.reference.loss, "norm": self.reference.norm}
 
     def _first(self, contender: str) -> None:
-        self.workers[contender].ask("first", self._first_seconds, **self._bar)
+        self.workers[contender].ask("first", self._seconds(FIRST), **self._bar)
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -152,17 +152,13 @@ class Trial:
                 continue
             if self.report.has_time(f"{self.case.name} {contender}, {what}"):
                 self.settings.tell(f"{self.case.name}: {contender}, {what}")
-                self.workers[contender].ask(duty, self._seconds, **given)
+                self.workers[contender].ask(duty, self._seconds(), **given)
                 self._keep()
 
-    @property
-    def _first_seconds(self) -> float:
+    def _seconds(self, part: float = 1.0) -> float:
+        """What a duty may take: what is left of the budget, at most that part of it."""
         budget = self.report.seconds
-        return LONGEST if budget is None else max(min(FIRST * budget, budget - self.report.elapsed), SHORTEST)
-
-    @property
-    def _seconds(self) -> float:
-        return LONGEST if self.report.seconds is None else max(self.report.seconds - self.report.elapsed, SHORTEST)
+        return LONGEST if budget is None else max(min(part * budget, budget - self.report.elapsed), SHORTEST)
 
     def _keep(self, note: str = "") -> None:
         """All rows as they are now, on disk too."""

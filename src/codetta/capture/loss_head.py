@@ -145,13 +145,13 @@ def _replaced(gm: GraphModule, loss: fx.Node, memory: Memory, always: bool) -> L
         "memory": memory,
     }
     args = (x, w, bias[0] if bias else None, targets)
-    replaced, sources = _apart(gm, loss, [a for a in args if isinstance(a, fx.Node)])
     with gm.graph.inserting_before(loss):
         call = gm.graph.call_function(head_loss, args, options)
     call.meta = dict(loss.meta)
     if not always and task_of(call).mode == "fast":
         gm.graph.erase_node(call)
         return None
+    replaced, sources = _apart(gm, loss, [a for a in args if isinstance(a, fx.Node)])
     loss.replace_all_uses_with(call)
     gm.graph.erase_node(loss)
     return LossHead(call, replaced, sources)

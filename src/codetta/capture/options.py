@@ -27,8 +27,9 @@ CHOICES: dict[str, tuple[object, ...]] = {
 class BackendOptions:
     """What may be asked for.
 
-    ``logits``: "auto" returns what the model returns; a head whose logits only its loss reads becomes one call with it.
-    "always" computes logits as the model does. "never" returns a placeholder for logits that raises when it is used.
+    ``logits``: "auto" returns what the model returns; a head whose logits only its loss reads becomes one call with it
+    where that saves their memory. "always" computes logits as the model does. "never" returns a placeholder for logits
+    that raises when it is used, and makes that call of every such head.
     ``memory``: what forward keeps for backward, from "fast" (most) over "balanced" to "lean" (least).
     ``inner``: who runs what is no segment; "auto" is eager on a CPU, Inductor on a GPU.
     ``cudagraphs``: Inductor records forward and backward as CUDA graphs and replays them.

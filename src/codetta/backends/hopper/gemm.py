@@ -139,7 +139,7 @@ def _nominal(lowered: Lowered, index: DType | None, config: Config) -> dict[str,
         found[g.name] = _empty(f32, m, (stop - start) // inside)
     for k in lowered.sinks:
         shape = partial_shape(k, m, n, config)
-        exact = shape if k.kind == "select" or k.over_rows else (m, _parts(n, config))
+        exact = (m, _parts(n, config)) if k.by_row else shape
         # a view of the padded tensor, which cannot be sliced where there is no GPU
         found[k.name] = torch.empty_strided(exact, strides_of(shape), dtype=torch.float32, device="cuda")
         if k.kind == "select" and index is not None:
@@ -150,16 +150,14 @@ def _nominal(lowered: Lowered, index: DType | None, config: Config) -> dict[str,
 def partial_shape(sink: Sink, rows: int, cols: int, config: Config) -> tuple[int, ...]:
     """The shape of what a sink writes to: one number per row (or column) and tile, rows of parts padded; a select's is
     whole."""
-    if sink.kind == "select":
-        return (rows,)
-    if sink.over_rows:
-        return -(-rows // config.tile_m), cols
-    return rows, -(-_parts(cols, config) // PART_GRAIN) * PART_GRAIN
+    if sink.by_row:
+        return rows, -(-_parts(cols, config) // PART_GRAIN) * PART_GRAIN
+    return (-(-rows // config.tile_m), cols) if sink.over_rows else (rows,)
 
 
 def written(sink: Sink, partial: Tensor, cols: int, config: Config) -> Tensor:
     """What a sink writes to without the padding: a kernel asks for the exact shape."""
-    return partial if sink.kind == "select" or sink.over_rows else partial[:, 0 : _parts(cols, config)]
+    return partial[:, 0 : _parts(cols, config)] if sink.by_row else partial
 
 
 def _parts(cols: int, config: Config) -> int:

@@ -69,6 +69,11 @@ class Sink:
     masked: bool = False
 
     @property
+    def by_row(self) -> bool:
+        """Whether it leaves one part a tile of each row, side by side."""
+        return self.kind != "select" and not self.over_rows
+
+    @property
     def over_rows(self) -> bool:
         """Whether it reduces rows away: a RowVec comes out."""
         return self.kind.startswith("col")

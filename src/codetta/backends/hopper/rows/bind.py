@@ -107,7 +107,7 @@ class Bound:
             held.append(memory.empty((size,), dtype, self.device))
             given[place] = held[-1].data_ptr()
         for place in self.counters:
-            given[place] = counter(self.device).data_ptr()
+            given[place] = counters.next_counter(self.device.index).address
         if bits & ALIGNED or self.quick is None:
             return False
         self.quick(self.grid, stream, given)

@@ -54,10 +54,14 @@ def finished(e: Emitter, n: Node, text: str, scope: Scope) -> Value:
 # --- log-sum-exp ------------------------------------------------------------------------------------------------------
 
 
+def _exp(dtype: DType) -> str:
+    return "tl.exp" if dtype is f64 else "exp"
+
+
 def lse_step(scope: Scope, m: str, s: str, x: str, dtype: DType, axis: int | None) -> None:
     """One step of the online log-sum-exp: ``m`` is the maximum so far, ``s`` the sum of e^(x - m). Without an axis
     every element of the block has its own."""
-    exp = "tl.exp" if dtype is f64 else "exp"
+    exp = _exp(dtype)
     top, terms = (x, f"{exp}({x} - {m}_at)")
     if axis is not None:
         top, terms = reduced("max", x, axis), reduced("sum", terms, axis)
@@ -136,7 +140,7 @@ def _begin(scope: Scope, fn: str, m: str, s: str, shape: Shape, dtype: DType) ->
 
 def _lse_joined(e: Emitter, scope: Scope, m: str, s: str, dtype: DType, axis: int) -> tuple[str, str]:
     """The log-sum-exps of all places along an axis as one."""
-    exp = "tl.exp" if dtype is f64 else "exp"
+    exp = _exp(dtype)
     top = e.name(reduced("max", m, axis), scope, "top")
     return top, e.name(reduced("sum", f"{s} * {exp}({m} - finite({top}))", axis), scope)
 
