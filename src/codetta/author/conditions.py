@@ -50,12 +50,7 @@ def conditions(right: bool, kernels: Sequence[Kernel]) -> Conditions:
         return Conditions(right, None, None)
     one = len(own) == 1 and own[0].kind not in ("split", "failed")
     known = all(k.spill_stores is not None for k in own)
-    return Conditions(right, one, not any(spills(k) for k in own) if known else None)
-
-
-def spills(kernel: Kernel) -> bool:
-    """Whether its code writes registers to memory and reads them back."""
-    return bool(kernel.spill_stores or kernel.spill_loads)
+    return Conditions(right, one, not any(k.spills for k in own) if known else None)
 
 
 def derived(kernels: Sequence[Kernel]) -> str:
@@ -64,4 +59,4 @@ def derived(kernels: Sequence[Kernel]) -> str:
     if not found:
         return ""
     count = Counter(WAYS[k.kind].removeprefix("one ") for k in found)
-    return ", ".join(f"{way} {n}" for way, n in [*count.items(), ("spilling", sum(map(spills, found)))])
+    return ", ".join(f"{way} {n}" for way, n in [*count.items(), ("spilling", sum(k.spills for k in found))])

@@ -62,11 +62,16 @@ class Kernel:
     memory_us: float = 0.0
 
     @property
+    def spills(self) -> bool:
+        """Whether its code writes registers to memory and reads them back."""
+        return bool(self.spill_stores or self.spill_loads)
+
+    @property
     def limited_by(self) -> str:
         """What to look at first, as far as the code tells; a clock says more."""
         if self.kind == "split":
             return "a second pass over memory"
-        if self.spill_stores or self.spill_loads:
+        if self.spills:
             return "spills"
         if self.stages is not None and self.stages < FEWEST_STAGES:
             return "pipeline stages"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from codetta.author.compare import Compared
-from codetta.author.conditions import WAYS, derived, spills
+from codetta.author.conditions import WAYS, derived
 from codetta.author.kernels import TRAINING, Kernel
 from codetta.author.measured import Measured
 from codetta.lang.source import program_text
@@ -69,7 +69,7 @@ def _program(p: Checked) -> Iterator[RenderableType]:
     yield Text(f"{p.name}: {p.conditions}", style="bold")
     if told := derived(p.kernels):
         yield Text(f"derived from it: {told}")
-    if any(map(spills, p.kernels)):
+    if any(k.spills for k in p.kernels):
         yield Text(SPILLING, style="dim")
     yield ""
 
@@ -105,7 +105,7 @@ def _of_kernel(k: Kernel, least: str) -> tuple[str, ...]:
         limited = "a second pass" if k.kind == "split" else ""
         return f"[{style}]{WAYS[k.kind]}[/{style}]", "", "", "", "", least, limited
     counts = f"{k.spill_stores}+{k.spill_loads}"
-    red = f"[red]{counts}[/red]" if spills(k) else "0"
+    red = f"[red]{counts}[/red]" if k.spills else "0"
     shared = f"{k.shared_bytes / 1024:.0f}" if k.shared_bytes else "?"
     stages = str(k.stages) if k.stages else "?"
     return f"{WAYS[k.kind]} {k.config}", str(k.registers), red, shared, stages, least, k.limited_by
