@@ -96,7 +96,11 @@ def test_a_window_counts_only_where_it_is_shorter_than_the_text(length, build, t
     tokens = tokens[:, :length]
     captured = capture(build("mistral", num_hidden_layers=1), input_ids=tokens, labels=tokens)
     (line,) = make_attention_causal(captured.graph)
-    assert line.endswith("now is_causal=True, enable_gqa=True" if length == 16 else "17 keys and a window of 16")
+    assert line.endswith(
+        "now is_causal=True, enable_gqa=True"
+        if length == 16
+        else "17 keys and a window of 16, and block attention is for GPUs"
+    )
 
 
 GIVEN = {

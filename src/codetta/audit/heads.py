@@ -14,7 +14,7 @@ from codetta.capture.names import layer_of
 from codetta.capture.normalise import is_parameter
 from codetta.capture.traffic import moved
 from codetta.nn.head_graphs import backward_plan, statistics_graph, statistics_plan
-from codetta.nn.slabs import peak, steps
+from codetta.nn.slabs import peak
 from codetta.partition.cost import MACHINES
 from codetta.partition.lifetime import Peak
 from codetta.partition.plan import Plan
@@ -48,14 +48,14 @@ def _part_of(found: LossHead) -> HeadPart:
     fusion = plan_boundary_fusion(graph, seen.wanted, seen.names if seen.wanted else ())
     halves = [half_of(p, tokens, e, f) for p, e, f in zip((forward, backward), eager, fusion, strict=True)]
     key = f"loss head {forward.digest[:8]} {backward.digest[:8]}"
-    memory = Peak(peak(seen.sizes, seen.held, given_up=False), seen.sizes.logits if seen.stored and seen.wanted else 0)
+    memory = Peak(peak(seen.sizes, seen.held), seen.sizes.logits if seen.stored and seen.wanted else 0)
     part = Part(key, _layers(found.call), tokens, halves[0], halves[1] + _sums(seen), memory, _note(seen))
     return HeadPart(part, (forward, backward))
 
 
 def _sums(seen: HeadTask) -> Half:
     """What the loop moves besides: the input's gradient is a sum in float32, read and written for every slab."""
-    count = len(steps(seen.sizes, seen.held, given_up=False))
+    count = len(seen.held)
     if "x" not in seen.wanted or count == 1:
         return Half()
     size = 2 * count * seen.sizes.sums
@@ -64,7 +64,7 @@ def _sums(seen: HeadTask) -> Half:
 
 
 def _note(seen: HeadTask) -> str:
-    taken = steps(seen.sizes, seen.held, given_up=False)
+    taken = seen.held
     slabs_ = "one slab" if len(taken) == 1 else f"a loop over {len(taken)} slabs of {taken[0].columns:,} columns"
     return f"a linear layer with its loss, {seen.mode}: logits {HELD[taken[0].how]}, backward as {slabs_}"
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from codetta.capture.block_attention import block_attention, block_lists
 from codetta.capture.contractions import CONTRACTIONS
 from codetta.capture.maps import MAPS
 from codetta.capture.programs import PROGRAM, PROGRAMS
@@ -25,6 +26,8 @@ GEMMS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.d
 
 REASONS: dict[Any, str] = {
     aten.scaled_dot_product_attention.default: "attention stays with PyTorch",
+    block_attention: "attention stays with PyTorch",
+    block_lists: "which blocks attention looks at is found by PyTorch",
     aten.embedding.default: "an embedding is a gather of rows",
     aten.detach.default: "the gradient stops here",
     aten.softmax.int: "a softmax over a row is no row-local map of one GEMM's tile",

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from codetta import settings
 from codetta.backends import prepare
+from codetta.capture.block_attention import WIDE
 from codetta.capture.inductor import announce_ops
 from codetta.capture.kernels import pack_stacks, target
 from codetta.capture.logits import THROUGH, NoLogits, logits_outputs, outputs_of, without_outputs
@@ -134,7 +135,8 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
     except CaptureError as error:
         warnings.warn(f"codetta leaves a graph to PyTorch unchanged: {error}", stacklevel=3)
         return _inner(chosen, device)(gm, example_inputs)
-    attention = make_attention_causal(graph) if chosen.prove_masks else []
+    inner = WIDE if chosen.widen else _inner_name(chosen, device)
+    attention = make_attention_causal(graph, inner) if chosen.prove_masks else []
     if chosen.widen:
         graph = widened(graph)
     hidden = logits_outputs(graph) if chosen.logits == "never" else []
@@ -202,9 +204,13 @@ def _device(example_inputs: Sequence[Any]) -> str:
     return "cuda" if "cuda" in kinds else next(iter(kinds - {"cpu"}), "cpu")
 
 
+def _inner_name(chosen: BackendOptions, device: str) -> str:
+    return chosen.inner if chosen.inner != "auto" else "inductor" if device == "cuda" else "eager"
+
+
 def _inner(chosen: BackendOptions, device: str) -> Callable[[GraphModule, Any], Run]:
     """Who runs the graph around the segments."""
-    name = chosen.inner if chosen.inner != "auto" else "inductor" if device == "cuda" else "eager"
+    name = _inner_name(chosen, device)
     run: Callable[..., Run] = lookup_backend(name)
     if name == "inductor":
         announce_ops()

@@ -46,7 +46,7 @@ class LossHead:
 @dataclass(frozen=True)
 class HeadTask:
     """What a captured head computes, in plain terms: of how many tokens, which statistics, the gradients of which of x,
-    weight and bias, and how logits are held. Compiled, a head lends no memory and writes over nothing."""
+    weight and bias, and how logits are held. Compiled, a head lends no memory."""
 
     head: Head
     sizes: Sizes

@@ -3,12 +3,14 @@
 transformers builds a mask tensor whenever it is traced, and repeats keys and values because there is one. Proven
 causal, the call becomes ``is_causal=True, enable_gqa=True`` on the keys and values themselves.
 
-Packed documents and windows shorter than the text are proven too, and told; but scaled_dot_product_attention has a
-causal path alone. One for documents would need their number, which is data: reading it waits for the device.
+Packed documents and windows shorter than the text are proven too. scaled_dot_product_attention has a causal path alone,
+so where Inductor compiles for a GPU the call becomes one of ``block_attention``. Elsewhere it keeps its mask, and the
+reason is told.
 """
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +20,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.fx.node import map_arg
 
+from codetta.capture.block_attention import (
+    CACHEABLE,
+    ORDERS,
+    block_attention,
+    block_lists,
+    why_not,
+    why_not_on,
+)
 from codetta.capture.element_rules import RULES
 from codetta.capture.elements import (
     ZERO,
@@ -59,6 +69,12 @@ class Facts:
         """Whether the mask hides nothing."""
         return self == Facts()
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the mask is exactly causal within a window or within documents, or within both."""
+        bounded = self.window is not None or bool(self.documents)
+        return self.causal and bounded and not self.padding and not self.unknown
+
     def __str__(self) -> str:
         words = ["causal"] if self.causal else []
         words += [f"window {self.window}"] if self.window is not None else []
@@ -85,11 +101,23 @@ def prove(node: Node) -> Facts:
     return _facts(value, index)
 
 
-def make_attention_causal(gm: GraphModule) -> list[str]:
-    """Rewrite the attention calls of a normalised graph where a proof allows it; one line a call says what was done."""
-    facts: dict[Node, Facts] = {}
+@dataclass(slots=True)
+class _Proofs:
+    """What is known of the masks of one graph, the block lists that calls with the same mask share, and who compiles
+    the graph."""
+
+    inner: str
+    facts: dict[Node, Facts] = field(default_factory=dict)
+    lists: dict[Node, Node] = field(default_factory=dict)
+
+
+def make_attention_causal(gm: GraphModule, inner: str = "eager") -> list[str]:
+    """Rewrite the attention calls of a normalised graph where a proof allows it; one line a call says what was done.
+
+    ``inner`` compiles the graph afterwards: block attention needs "inductor"."""
+    proofs = _Proofs(inner)
     calls = gm.graph.find_nodes(op="call_function", target=SDPA)
-    lines = [f"{_place(node)}: {_rewrite(node, facts)}" for node in calls]
+    lines = [f"{_place(node)}: {_rewrite(node, proofs)}" for node in calls]
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
@@ -98,7 +126,7 @@ def make_attention_causal(gm: GraphModule) -> list[str]:
 
 def _facts(value: All, index: Index) -> Facts:
     """The conjuncts of a mask, by name."""
-    query, key = index[-2], index[-1]
+    query, key, batch = index[-2], index[-1], index[0] if len(index) == 4 else ZERO
     causal, window, documents, padding, unknown = False, None, [], [], []
     for conjunct in sorted(value.conjuncts, key=str):
         match conjunct:
@@ -106,7 +134,7 @@ def _facts(value: All, index: Index) -> Facts:
                 causal = True
             case Holds(value=v, relation="<=") if (width := _window(v, query, key)) is not None:
                 window = width if window is None else min(width, window)
-            case Holds(value=v, relation="==") if (table := _document_table(v, query, key)) is not None:
+            case Holds(value=v, relation="==") if (table := _document_table(v, query, key, batch)) is not None:
                 documents.append(table)
             case Load(node=table, index=where) if where and where[-1] == key and query not in where:
                 padding.append(table)
@@ -121,28 +149,32 @@ def _window(value: Linear, query: Linear, key: Linear) -> int | None:
     return 1 - rest.constant if not rest.terms and query.terms and key.terms and rest.constant <= 0 else None
 
 
-def _document_table(value: Linear, query: Linear, key: Linear) -> Node | None:
-    """``T`` if ``value == 0`` says ``T[..., query] == T[..., key]``."""
+def _document_table(value: Linear, query: Linear, key: Linear, batch: Linear) -> Node | None:
+    """``T`` if ``value == 0`` says ``T[query] == T[key]``, for the ``T`` of the batch or one that all share."""
     match sorted(value.terms, key=lambda term: term[1]):
         case [(Load(node=a, index=i), -1), (Load(node=b, index=j), 1)] if a is b and i[:-1] == j[:-1]:
-            return a if {i[-1], j[-1]} == {query, key} and value.constant == 0 else None
+            shared = i[:-1] in ((), (ZERO,)) and all(statically_known_true(n == 1) for n in shape_of(a)[:-1])
+            own = bool(batch.terms) and i[:-1] == (batch,)
+            exact = value.constant == 0 and {i[-1], j[-1]} == {query, key}
+            return a if exact and (shared or own) else None
     return None
 
 
-def _rewrite(node: Node, facts: dict[Node, Facts]) -> str:
+def _rewrite(node: Node, proofs: _Proofs) -> str:
     """Rewrite one attention call, and say what was proven or why it was left alone."""
     if len(node.args) < 3:
         return "left alone: it names its arguments"
     mask, causal = _argument(node, 3, "attn_mask"), bool(_argument(node, 5, "is_causal", False))
     said = "is_causal" if causal else "no mask"
     if isinstance(mask, Node):
-        if mask not in facts:
-            facts[mask] = prove(mask)
-        said = str(facts[mask])
-        reason = _why_not(node, mask, facts[mask])
+        facts = proofs.facts[mask] = proofs.facts.get(mask) or prove(mask)
+        said = str(facts)
+        reason = _why_not(node, mask, facts)
+        if reason is not None and facts.in_blocks and not mask.meta["val"].requires_grad:
+            return f"{said}; {_in_blocks(node, mask, reason, proofs)}"
         if reason is not None:
             return f"{said}; left alone: {reason}"
-        causal = facts[mask].causal
+        causal = facts.causal
     plain = _unrepeated(node)
     if plain is None and not isinstance(mask, Node):
         return f"{said}; left alone: nothing to gain"
@@ -172,6 +204,38 @@ def _why_not(node: Node, mask: Node, proven: Facts) -> str | None:
     return None
 
 
+def _in_blocks(node: Node, mask: Node, reason: str, proofs: _Proofs) -> str:
+    """Make a call one of ``block_attention`` if it can be; what was done, or beside ``reason`` why it was not."""
+    facts, plain = proofs.facts[mask], _unrepeated(node)
+    heads: Any = (node.args[0], *(plain or node.args[1:3]))
+    given: Any = heads, facts.documents
+    live, tables = map_arg(given, lambda n: n.meta["val"])
+    dropout, scale = _argument(node, 4, "dropout_p", 0.0), node.kwargs.get("scale")
+    why = why_not_on(live[0].device, proofs.inner) or why_not(live, tables, dropout, scale)
+    if why is not None:
+        return f"left alone: {reason}, and {why}"
+    if mask not in proofs.lists:
+        proofs.lists[mask] = _lists_before(node, heads[0], facts)
+    for order in ORDERS:
+        args = heads, proofs.lists[mask], facts.documents, facts.window, scale, order
+        if _call_instead(node, block_attention, args, {}) is None:
+            node.meta.update(CACHEABLE)
+            return "now block attention (flex)" + ", enable_gqa=True" * (plain is not None)
+    return f"left alone: {reason}, and block attention would lay out its result differently"
+
+
+def _lists_before(node: Node, query: Any, facts: Facts) -> Node:
+    """A node before ``node`` that computes the block lists of a mask."""
+    args: Any = (query, facts.documents, facts.window)
+    with node.graph.inserting_before(node):
+        lists = node.graph.call_function(block_lists, args)
+    live = map_arg(args, lambda n: n.meta["val"])
+    with _fake_mode(live[0]):
+        lists.meta["val"] = block_lists(*live)
+    lists.meta.update(CACHEABLE)
+    return lists
+
+
 def _replace(node: Node, plain: tuple[Node, Node] | None, causal: bool) -> str | None:
     """Call ``node`` without a mask; the reason why not, if its result would be laid out differently."""
     query, key, value = node.args[:3]
@@ -179,15 +243,24 @@ def _replace(node: Node, plain: tuple[Node, Node] | None, causal: bool) -> str |
     kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
     if plain is not None:
         kwargs["enable_gqa"] = True
+    return _call_instead(node, SDPA, args, kwargs)
+
+
+def _call_instead(node: Node, target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Make ``node`` another call; the reason why not, if its result would be laid out differently."""
     before: Tensor = node.meta["val"]
     live_args, live_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
     # inside of the fake mode: on some devices (meta) the causal path makes the mask itself
-    with before.fake_mode if isinstance(before, FakeTensor) else nullcontext():
-        after = SDPA(*live_args, **live_kwargs)
+    with _fake_mode(before):
+        after = target(*live_args, **live_kwargs)
     if not same_layout(before, after):
         return f"its result would have strides {tuple(after.stride())} instead of {tuple(before.stride())}"
-    node.args, node.kwargs = args, kwargs
+    node.target, node.args, node.kwargs = target, args, kwargs
     return None
+
+
+def _fake_mode(value: Any) -> AbstractContextManager[Any]:
+    return value.fake_mode if isinstance(value, FakeTensor) else nullcontext()
 
 
 def _unrepeated(node: Node) -> tuple[Node, Node] | None:

@@ -40,7 +40,8 @@ class BackendOptions:
     ``batch_invariant``: on kernels, a row's result has the same bits however many other rows there are; bare GEMMs then
     run on our mainloop with a pinned tile, too. Without it, the library picks an algorithm by the number of rows; so it
     does for programs that are no single kernel, each of which is told at level "warning". Weight gradients sum rows.
-    ``prove_masks``: an attention mask that is plainly causal is dropped, and attention takes its causal path.
+    ``prove_masks``: an attention mask that is plainly causal is dropped, and attention takes its causal path. So is one
+    that is causal within a window or documents, where Inductor runs the rest on a GPU: FlexAttention skips the rest.
     For bisecting and tests, ``rewrite=False`` leaves the captured graph as it is, and ``widen=True`` runs it in float64
     whatever casts it contains."""
 

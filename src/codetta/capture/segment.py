@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, fx
@@ -111,11 +112,16 @@ def cut(gm: GraphModule) -> Capture:
     segments = [_segment(growth, i, p, place, threads) for i, p in enumerate(kept)]
     left = [n for n in gm.graph.nodes if n.op == "call_function" and n in needed and n not in number]
     opaque = [
-        OpaqueCall(n.name, str(n.target), growth.reasons[n], module_of(n))
+        OpaqueCall(n.name, _name(n.target), growth.reasons[n], module_of(n))
         for n in left
         if is_tensor(n) and n.target not in FREE and n.target is not head_loss
     ]
     return Capture(segments, opaque, place, frozenset(needed), growth)
+
+
+def _name(target: object) -> str:
+    """An operator's name; a Python function's, not where it lies in memory."""
+    return target.__name__ if isinstance(target, FunctionType) else str(target)
 
 
 def _value(growth: Growth, n: fx.Node) -> Value:

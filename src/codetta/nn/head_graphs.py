@@ -166,6 +166,13 @@ def gradient_plan(head: Head, cols: int, given: tuple[str, ...], outputs: tuple[
 
 
 @lru_cache(maxsize=256)
+def weight_plan(dtype: DType, cols: int, features: int) -> Plan:
+    """The weight's gradient from the logits' ``gradient`` and ``x``: a GEMM alone."""
+    gradient, x = input_("gradient", tile(cols, dtype)), input_("x", tile(features, dtype))
+    return make_plan(Graph((gradient, x), (("d_weight", cast(matmul(gradient, x, "tn"), dtype)),)))
+
+
+@lru_cache(maxsize=256)
 def backward_plan(head: Head, cols: int, given: tuple[str, ...], wanted: tuple[str, ...], stored: bool) -> Plan:
     """All of backward, the gradients ``wanted`` of x, weight and bias, for whoever counts and reads: run is
     ``gradient_plan`` for each slab, with GEMMs of the library's behind it."""

@@ -1,15 +1,17 @@
 """The torch ops behind ``linear_cross_entropy``: ``codetta::head`` gives the statistics of each row of logits.
 
 ``head`` is what is called; where autograd has had its turn it is ``head_forward``, which also returns what is held for
-backward. The ops are functions: they write over nothing. What writes over what forward held, and returns the lent
-memory as the weight's gradient, is a backward in eager mode whose graph is not kept: there, and only there, nobody else
-can see that memory. A compiler may have reused it for something else."""
+backward. A backward whose graph is not kept writes over the logits that forward held: nobody else reads them, and
+nobody can later. The schema says nothing of it, as functionalisation would copy them first; calls are numbered, so that
+a compiler does not take two for one. Memory that is lent, and comes back as the weight's gradient, is for eager mode
+alone: a compiler may reuse what it believes to be dead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,10 +20,11 @@ from torch import Tensor
 from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.nn.head_graphs import DIFFERENTIABLE, LSE, Head
 from codetta.nn.head_run import NOTHING_HELD, Call, Wanted, What, backward, forward
-from codetta.nn.slabs import Slab, cut
-from codetta.runtime.library import keeps_graph, no_second_derivative
+from codetta.nn.slabs import cut
+from codetta.runtime.library import keeps_graph, kept_for_later, no_second_derivative
 
 LIBRARY = torch.library.Library("codetta", "FRAGMENT")
+_CALLS = count(1)
 # ts are x, the weight, the targets' columns and, where there are any, the shift and the bias (Call); what is What's
 # text; wanted and given are names of statistics; kept is the log-sum-exp, then what forward held; needed says whose
 # gradients are asked.
@@ -70,12 +73,10 @@ def _forward_fake(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
     call = _call(ts, what)
     x, columns = call.x, call.weight.shape[0]
     sums = x.new_empty(x.shape[:1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-    if call.what.lends:
-        cuts: Iterable[Slab] = call.slabs
-    else:
-        cuts = cut(0, columns, columns, "own") if call.what.mode == "fast" else ()
+    whole = tuple(cut(0, columns, columns, "own")) if call.what.mode == "fast" else ()
+    cuts = call.slabs if call.what.lends else whole
     held = [x.new_empty((x.shape[0], s.columns)) for s in cuts if s.how == "own"]
-    memory = [x.new_empty(call.weight.numel())] if call.what.lends else []
+    memory = [x.new_empty(call.weight.numel())] if any(s.how == "lent" for s in cuts) else []
     return [*(torch.empty_like(sums) for _ in _names(wanted)), *held, *memory]
 
 
@@ -90,7 +91,9 @@ def _statistics_fake(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
 def _backward(
     ts: list[Tensor], what: str, kept: list[Tensor], grads: list[Tensor], given: str, needed: list[bool]
 ) -> list[Tensor]:
-    return _gradients(ts, what, kept, grads, given, needed, given_up=False)
+    return _gradients(
+        ts, what, kept, grads, given, needed, given_up=not What.read(what).lends and not kept_for_later(ts)
+    )
 
 
 def _gradients(
@@ -156,7 +159,8 @@ class _Differentiable(torch.autograd.Function):
 
 def _head(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
     if torch.is_grad_enabled() and any(t.requires_grad for t in ts):
-        return list(_Differentiable.apply(what, wanted, *ts))
+        numbered = what if is_plain(*ts) else replace(What.read(what), call=next(_CALLS)).text
+        return list(_Differentiable.apply(numbered, wanted, *ts))
     nothing = replace(What.read(what), mode=NOTHING_HELD, lends=False)
     with torch._C._AutoDispatchBelowAutograd():
         return list(torch.ops.codetta.head_forward(ts, nothing.text, wanted))

@@ -17,7 +17,7 @@ from codetta.backends.hopper.support import why_not
 from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.core.types import compute_dtype
 from codetta.nn.head_gemms import InputGradient, weight_gradient
-from codetta.nn.head_graphs import LARGEST, LSE, TARGET, TOTAL, Head, gradient_plan, statistics_plan
+from codetta.nn.head_graphs import LARGEST, LSE, TARGET, TOTAL, Head, gradient_plan, statistics_plan, weight_plan
 from codetta.nn.slabs import GRAIN, Sizes, Slab, regions, slabs, steps
 from codetta.partition.plan import Plan
 
@@ -57,24 +57,27 @@ def _gradient(
 
 @dataclass(frozen=True, slots=True)
 class What:
-    """What follows the linear layer, and how logits are held: the words that say so to an op."""
+    """What follows the linear layer, and how logits are held: the words that say so to an op. ``call`` tells apart
+    calls in a graph that are otherwise the same, each of which may write over the logits that it held; 0 in eager mode,
+    where nobody takes two for one."""
 
     scale: float
     softcap: float | None
     mode: str
     lends: bool
+    call: int = 0
 
     @property
     def text(self) -> str:
         """As one word for each."""
-        return f"{self.scale!r} {self.softcap!r} {self.mode} {int(self.lends)}"
+        return f"{self.scale!r} {self.softcap!r} {self.mode} {int(self.lends)} {self.call}"
 
     @staticmethod
     @lru_cache(maxsize=256)
     def read(text: str) -> What:
         """Back from its text."""
-        scale, softcap, mode, lends = text.split()
-        return What(float(scale), None if softcap == "None" else float(softcap), mode, lends == "1")
+        scale, softcap, mode, lends, call = text.split()
+        return What(float(scale), None if softcap == "None" else float(softcap), mode, lends == "1", int(call))
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,10 @@ def slab_plans(
     """The plans with a GEMM of a step that holds logits that way; what ``trains`` not has no backward."""
     held = slabs(sizes, mode, lends)
     found = [statistics_plan(head, s.columns, names, s.how != "again") for s in regions(held, sizes.fused)]
-    again = [s for s in held if s.how == "again"] if trains else []
-    return [*found, *(gradient_plan(head, s.columns, names, ("logits",), False) for s in again)]
+    if not trains:
+        return found
+    found += [gradient_plan(head, s.columns, names, ("logits",), False) for s in held if s.how == "again"]
+    return [*found, *(weight_plan(head.dtype, s.columns, head.features) for s in held)]
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,7 @@ def backward(
             if wanted.bias:
                 bias.append(found["d_bias"])
             if dw is not None:
-                weight_gradient(found["d_logits"], call.x, dw[s.start : s.stop])
+                weight_gradient(call.backend, found["d_logits"], call.x, dw[s.start : s.stop])
             if wanted.x:
                 dx.add(found["d_logits"], call.weight[s.start : s.stop])
             del found  # before the next slab's

@@ -9,8 +9,9 @@ The vocabulary is cut into slabs of columns, and each slab's logits are held in 
 - ``again``: not kept, computed again in backward by a GEMM whose epilogue gives their gradient.
 
 Backward goes through the slabs in order. Each gives its rows of the weight's gradient, complete and rounded once; the
-input's gradient is their sum in float32, or, of a single slab, one GEMM. ``fast`` computes nothing again; ``lean``
-keeps what costs no memory, which is all of it where there are no more tokens than features."""
+input's gradient is their sum in float32, or, of a single slab, one GEMM. ``fast`` computes nothing again, and borrows
+where at least half of the logits fits into lent memory: to save less is not worth the time of a sum over slabs.
+``lean`` keeps what costs no memory, which is all of it where there are no more tokens than features."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ LEAN_SLAB = 112 << 20  # bytes: a few dozen waves of tiles on an H200, and a ten
 OF_GRADIENT = 10  # a slab may take this part of the weight's gradient
 OF_LOGITS = 12  # of fast's logits
 OF_FAST = 0.74  # fast takes larger slabs as long as it stays below this part of logits and gradients held at once
+WORTH = 2  # fast borrows for this part of the logits or more
 OF_DEVICE = 32  # `auto` is fast if that needs less than this part of the device's memory more than lean
 UNKNOWN_DEVICE = 32 << 30  # bytes, where the device does not tell (0): a laptop's
 
@@ -92,18 +94,24 @@ def choose(sizes: Sizes, memory: str, lends: bool, device_bytes: int) -> str:
         raise SettingsError(f"memory={memory!r}", hint=f"one of {', '.join(MODES)}")
     if memory != "auto":
         return memory
-    more = sizes.logits - (min(sizes.logits, sizes.weight) if lends else 0)
+    more = sizes.logits - lent_columns(sizes, "fast", lends) * sizes.tokens * sizes.itemsize
     return "fast" if more * OF_DEVICE <= (device_bytes or UNKNOWN_DEVICE) else "lean"
 
 
 def slabs(sizes: Sizes, mode: str, lends: bool) -> tuple[Slab, ...]:
     """The slabs in the order in which backward takes them; all ``lent`` ones come first."""
-    width = slab_width(sizes, mode, lends)
-    lent = sizes.columns * sizes.features // max(sizes.stride, 1) if lends else 0
-    lent = min(lent // GRAIN * GRAIN, sizes.columns)
+    lent = lent_columns(sizes, mode, lends)
+    width = slab_width(sizes, mode, lent > 0)
     rest: How = "own" if mode == "fast" else "again"
     found = list(cut(0, lent, width, "lent"))
     return (*found, *cut(lent, sizes.columns, sizes.columns if rest == "own" else width, rest))
+
+
+def lent_columns(sizes: Sizes, mode: str, lends: bool) -> int:
+    """How many of the first columns have their logits in lent memory."""
+    fit = sizes.columns * sizes.features // max(sizes.stride, 1) if lends else 0
+    fit = min(fit // GRAIN * GRAIN, sizes.columns)
+    return 0 if mode == "fast" and fit < sizes.columns // WORTH // GRAIN * GRAIN else fit
 
 
 def regions(held: tuple[Slab, ...], fused: bool) -> Iterator[Slab]:

@@ -37,6 +37,12 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def kept_for_later(ts: list[Tensor]) -> bool:
+    """Whether what forward held may be asked for again: where the graph is kept, and in a CUDA graph, which is replayed
+    for whoever asks later, also where the graph is kept then."""
+    return keeps_graph() or (ts[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _forward(xs: list[Tensor], key: str, call: int) -> list[Tensor]:
     segment = segment_of(key)
     copies = STATISTICS.copies
@@ -62,9 +68,7 @@ def _forward_fake(xs: list[Tensor], key: str, call: int) -> list[Tensor]:
 def _backward_op(ts: list[Tensor], key: str, given: list[bool], rows: int) -> list[Tensor]:
     call = segment_of(key).backward_call(tuple(given))
     feed = {name: ts[i].contiguous() for name, i in call.feed}
-    # a CUDA graph is replayed for whoever asks later, also where the graph is kept then
-    kept = keeps_graph() or (ts[0].is_cuda and torch.cuda.is_current_stream_capturing())
-    found = call.run.run(feed, rows, NOTHING if kept else call.given_up)
+    found = call.run.run(feed, rows, NOTHING if kept_for_later(ts) else call.given_up)
     return [found[b] for b in call.buffers]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import numpy as np
@@ -13,11 +13,14 @@ from torch import Tensor
 import drive
 import mirror
 from codetta.backends.stacked import STATISTICS
-from codetta.core.types import ROWS, bf16
+from codetta.core.types import ROWS, bf16, tile
+from codetta.ir.build import cast, input_, matmul, mul
 from codetta.ir.graph import Graph
+from codetta.partition.build import make_plan
 from codetta.partition.cut import Memory
 from codetta.partition.lifetime import overwritten, private
 from codetta.partition.training import TrainingPlan, plan_training
+from codetta.testing import relative_error
 from epilogues import CASES, case, plan_of
 from graphs import Sizes, llama_segment, trained
 
@@ -130,7 +133,7 @@ def test_no_more_numbers_of_tokens_stay_prepared_than_agreed():
     forward = Executable(plan_training(graph, trained(graph)).forward)
     types = forward.plan.buffers
     for rows in range(1, PREPARED + 2):
-        forward._schedule(rows, torch.device("cpu"), frozenset())
+        forward._schedule(rows, torch.device("cpu"), frozenset(), ())
         assert len(forward._schedules) <= PREPARED
     cut = {n: t[:3] if types[n].rows == ROWS else t for n, t in inputs.items()}
     assert forward.run(cut, 3)["x2"].shape[0] == 3
@@ -155,3 +158,35 @@ def test_every_kind_of_epilogue(name: str, rows: int):
     found = Executable(plan).run({n: feed[n] for n in plan.inputs}, rows)
     for (output, _), want in zip(CASES[name][0].outputs, wanted, strict=True):
         drive.close(found[dict(plan.outputs)[output].buffer], want, TOLERANCE, output)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_rows_that_are_apart_are_read_where_they_lie(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Columns of something wider, as a pass over rows takes them; a GEMM's operand is made whole."""
+    z, w = input_("z", tile(64, bf16)), input_("w", tile(64, bf16, rows=32))
+    wide = torch.randn(rows, 200).bfloat16()
+    weight = torch.randn(32, 64).bfloat16()
+    part = wide[:, 72:136]
+    copied: list[int] = []
+    monkeypatch.setattr(Tensor, "contiguous", _counting(Tensor.contiguous, copied))
+    mapped = Executable(make_plan(Graph((z,), (("y", cast(mul(z, 2.0), bf16)),))))
+    for given, wanted in ((part, 0), (part.clone(), 0), (wide[:, ::2][:, :64], 1)):
+        copied.clear()
+        assert torch.equal(mapped.run({"z": given}, rows)["y"], 2 * given)
+        assert len(copied) == wanted
+    copied.clear()
+    product = Executable(make_plan(Graph((z, w), (("y", cast(matmul(z, w), bf16)),))))
+    got = product.run({"z": part, "w": weight}, rows)["y"]
+    assert relative_error(got, part.double() @ weight.double().t()) < 4e-3
+    assert len(copied) == 1
+
+
+def _counting(inner: Callable[..., Tensor], found: list[int]) -> Callable[..., Tensor]:
+    """The same, which notes when it has to copy."""
+
+    def contiguous(t: Tensor) -> Tensor:
+        if not t.is_contiguous():
+            found.append(1)
+        return inner(t)
+
+    return contiguous

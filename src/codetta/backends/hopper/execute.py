@@ -11,7 +11,7 @@ from torch import Tensor
 
 from codetta.backends.base import NEW
 from codetta.backends.hopper.rounding import once
-from codetta.backends.hopper.rows import RowKernel, compile_rows
+from codetta.backends.hopper.rows import RowKernel, Spec, compile_rows
 from codetta.backends.hopper.steps import Frame, Prepared, Stored, Tensors, kernels_of, prepare
 from codetta.backends.hopper.stream import device_of, on_device, stream_of
 from codetta.backends.reference.execute import Executable as Reference
@@ -23,15 +23,19 @@ from codetta.partition.size import dim
 ALIGNMENT = 15  # an address with any of these bits is none that TMA can read
 PREPARED = 64  # numbers of tokens for which a plan stays prepared
 
+Strided = tuple[tuple[int, int], ...]  # places of inputs whose rows are apart in memory, with the elements between
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A plan's steps for a number of tokens, each with the places of what nobody needs after it; the length of the list
-    that they work on; the inputs that must begin at 16 bytes, as TMA asks; whether a step is a GEMM of the library."""
+    that they work on; the inputs that must begin at 16 bytes, as TMA asks; those whose rows are apart in memory;
+    whether a step is a GEMM of the library."""
 
     steps: list[tuple[Prepared, list[int]]]
     size: int
     read_by_tma: list[int]
+    strided: frozenset[int]
     uses_library: bool
 
 
@@ -45,8 +49,10 @@ class Executable:
         names = dict.fromkeys([*plan.inputs, *(b for s in plan.steps for b in s.stores)])
         self.places = {name: i for i, name in enumerate(names)}
         self.outputs = {v.buffer: self.places[v.buffer] for _, v in plan.outputs}
+        by_gemms = {name for s in plan.steps if s.program.gemm is not None for name in (s.a, *s.b, *s.loads)}
+        self.by_rows = [i for i, name in enumerate(plan.inputs) if name not in by_gemms]
         self._maps: dict[str, RowKernel] = {}
-        self._schedules: dict[tuple[int, torch.device, Collection[str]], Schedule] = {}
+        self._schedules: dict[tuple[int, torch.device, Collection[str], Strided], Schedule] = {}
 
     def run(
         self,
@@ -60,18 +66,18 @@ class Executable:
         if rows == 0:  # nothing to launch: shapes and zeros only
             return Reference(self.plan).run(inputs, 0, into=into)
         tensors: Tensors = [inputs[name] for name in self.plan.inputs]
-        device = device_of(tensors)
-        schedule = self._schedules.get((rows, device, given_up))
+        device, strided = device_of(tensors), () if given_up else self._strided(tensors)
+        schedule = self._schedules.get((rows, device, given_up, strided))
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            self._run(schedule or self._schedule(rows, device, given_up), tensors, device, into)
+            self._run(schedule or self._schedule(rows, device, given_up, strided), tensors, device, into)
         else:
             with on_device(device):
-                self._run(schedule or self._schedule(rows, device, given_up), tensors, device, into)
+                self._run(schedule or self._schedule(rows, device, given_up, strided), tensors, device, into)
         return {name: tensors[place] for name, place in self.outputs.items()}
 
     def _run(self, schedule: Schedule, tensors: Tensors, device: torch.device, into: Mapping[str, Tensor]) -> None:
         stream = stream_of(device)
-        make_ready(tensors, schedule.read_by_tma)
+        make_ready(tensors, schedule.read_by_tma, schedule.strided)
         tensors += [None] * (schedule.size - len(tensors))
         for name, t in into.items():
             tensors[self.places[name]] = t
@@ -81,7 +87,13 @@ class Executable:
                 for place in dying:
                     tensors[place] = None
 
-    def _schedule(self, rows: int, device: torch.device, given_up: frozenset[str]) -> Schedule:
+    def _strided(self, tensors: Tensors) -> Strided:
+        """Inputs that are columns of something wider, where only generated maps read them, which take rows at any
+        stride."""
+        found = [(i, tensors[i]) for i in self.by_rows if not tensors[i].is_contiguous()]
+        return tuple((i, t.stride(0)) for i, t in found if t.dim() == 2 and t.stride(1) == 1)
+
+    def _schedule(self, rows: int, device: torch.device, given_up: frozenset[str], strided: Strided) -> Schedule:
         """Prepare all steps."""
         if len(self._schedules) >= PREPARED:
             self._schedules.clear()
@@ -90,7 +102,9 @@ class Executable:
             name: tuple(dim(d, rows) for d in (types[name].rows, types[name].cols) if d is not None)
             for name in self.plan.inputs
         }
-        frame = Frame(rows, device, self.places, shapes, {}, len(self.places))
+        names = self.plan.inputs
+        cuts = {names[i]: Spec(shapes[names[i]], (stride, 1)) for i, stride in strided}
+        frame = Frame(rows, device, self.places, shapes, {}, len(self.places), cuts)
         stored = [kernels_of(s, rows, self.batch_invariant, self._map) for s in self.plan.steps]
         steps = []
         for one, over, dying in zip(stored, overwritten(self.plan, given_up), self.dies, strict=True):
@@ -98,8 +112,9 @@ class Executable:
             steps.append((prepare(one, frame), frame.at(dying)))
         read = {name for one in stored if one.job for name in (one.step.a, *one.step.b, *one.step.loads)}
         aligned = [i for i, name in enumerate(self.plan.inputs) if name in read]
-        found = Schedule(steps, frame.size, aligned, any(_is_library(s) for s in stored))
-        self._schedules[rows, device, given_up] = found
+        as_they_are = frozenset(i for i, _ in strided)
+        found = Schedule(steps, frame.size, aligned, as_they_are, any(_is_library(s) for s in stored))
+        self._schedules[rows, device, given_up, strided] = found
         return found
 
     def _map(self, step: Step) -> RowKernel:
@@ -117,14 +132,13 @@ def _is_library(stored: Stored) -> bool:
     return stored.job is None and stored.step.program.gemm is not None
 
 
-def make_ready(tensors: Tensors, read_by_tma: list[int]) -> None:
-    """Inputs as kernels take them: themselves, or copies where they are not contiguous, or begin where TMA cannot read
-    (a view into odd memory)."""
+def make_ready(tensors: Tensors, read_by_tma: list[int], strided: Collection[int] = ()) -> None:
+    """Inputs as kernels take them: themselves, or copies where they are not contiguous (but those that may be
+    ``strided``), or begin where TMA cannot read (a view into odd memory)."""
     bits = 0
-    for t in tensors:
-        if not t.is_contiguous():
-            tensors[:] = [t.contiguous() for t in tensors]
-            break
+    for i, t in enumerate(tensors):
+        if not t.is_contiguous() and i not in strided:
+            tensors[i] = t.contiguous()
     for i in read_by_tma:
         bits |= tensors[i].data_ptr()
     if bits & ALIGNMENT:
