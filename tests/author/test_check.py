@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from authored import HEAD, SWIGLU, written
+from codetta.author import check as check_module
 from codetta.author import measured
 from codetta.author.bind import Draw, compiled_form, draws, multiples, real_sizes
 from codetta.author.check import check, failure
@@ -24,9 +25,12 @@ from codetta.author.kernels import Kernel, kernels, parts_of
 from codetta.author.tables import _kernels
 from codetta.author.template import write_new
 from codetta.autodiff.vjp import VJP
+from codetta.bench import check as bench_check
 from codetta.errors import AuthorError, BlockLocalError, UnsupportedError
 from codetta.ir import ops
 from codetta.ir.build import mul
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "epilogues"
 
 needs_quack = pytest.mark.skipif(find_spec("quack") is None, reason="kernels need codetta[hopper]")
 
@@ -424,6 +428,37 @@ def test_running_and_timing_without_a_gpu_is_the_same_code(tmp_path, monkeypatch
     assert not [m.note for m in found if m.note]
     assert all(m.us > 0 and m.ratio > 0 for m in found)
     assert found[0].compile_us > 0
+
+
+@pytest.mark.parametrize("example", ["08_dropout.py", "10_row_amax.py"])
+def test_what_is_timed_is_checked_at_its_real_size(example, monkeypatch):
+    """Random numbers hang on a row's number, however many rows are compared at once; a GEMM over 4,096 features gives
+    numbers of about one, of which no sigmoid vanishes in float32."""
+    monkeypatch.setattr(measured, "BACKEND", "reference")
+    monkeypatch.setattr(measured, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_check, "ROWS_AT_ONCE", 16)
+    authored = load(str(EXAMPLES / example))[0]
+    parts, _ = parts_of(compiled_form(authored.program, {"M": 48, "N": 32, "K": 4096}))
+    found = measured.times(
+        authored, authored.program, parts, [measured.Kernel(p.name, p.phase, "kernel") for p in parts], 48
+    )
+    assert len(found) == len(parts)
+    assert not any(m.is_wrong for m in found)
+    assert all(m.us > 0 for m in found)
+
+
+def test_what_is_wrong_at_its_real_size_fails(tmp_path, monkeypatch):
+    """A kernel that is right on few rows and wrong on many."""
+    (authored,) = load(written(tmp_path, SWIGLU))
+    monkeypatch.setattr(check_module, "why_not", lambda: None)
+    monkeypatch.setattr(check_module, "on_gpu", lambda *_: [])
+    wrong = measured.Measured("swiglu", "forward", note="swiglu: y is 0.4 off", is_wrong=True)
+    monkeypatch.setattr(check_module, "times", lambda *_: [wrong])
+    report = check(written(tmp_path, SWIGLU))
+    assert all(c.ok for c in report.programs[0].comparisons)
+    assert not report.ok
+    assert not report.programs[0].conditions.right
+    assert authored.name == report.programs[0].name
 
 
 def test_kernels_say_why_there_are_none(tmp_path, monkeypatch):

@@ -59,14 +59,19 @@ class Checked:
     advice: Advice | None = None
 
     @property
+    def right(self) -> bool:
+        """Whether every comparison agrees, also those of what is timed."""
+        return all(c.ok for c in self.comparisons) and not any(t.is_wrong for t in self.times)
+
+    @property
     def ok(self) -> bool:
-        """Whether every comparison agrees, and every kernel compiles."""
-        return all(c.ok for c in self.comparisons) and all(k.kind != "failed" for k in self.kernels)
+        """Whether it is right, and every kernel compiles."""
+        return self.right and all(k.kind != "failed" for k in self.kernels)
 
     @property
     def conditions(self) -> Conditions:
         """Whether it is what a finished program is."""
-        return conditions(all(c.ok for c in self.comparisons), self.kernels)
+        return conditions(self.right, self.kernels)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""

@@ -21,6 +21,7 @@ from codetta.bench.kernels import told
 from codetta.bench.report import OURS
 from codetta.bench.steps import Case, case_of, run_whole
 from codetta.core.types import ROWS
+from codetta.errors import VerifyError
 from codetta.ir.program import Program, param_name
 from codetta.partition.plan import Plan
 from codetta.partition.size import dim
@@ -37,7 +38,7 @@ NEAR = 1.10  # of the bare GEMM's time: what is within it is as fast as its GEMM
 @dataclass(frozen=True)
 class Measured:
     """A step's time in microseconds, and the bare GEMM's (for one without a GEMM: a copy of as many bytes), with the
-    paired ratios; the compiled reference's beside a forward; or why there is none."""
+    paired ratios; the compiled reference's beside a forward; or why there is none, as of one that ``is_wrong``."""
 
     program: str
     phase: str
@@ -48,6 +49,7 @@ class Measured:
     compile_us: float | None = None
     limited_by: str = ""
     note: str = ""
+    is_wrong: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
@@ -93,6 +95,8 @@ def times(
             case, feed = _case(part, rows)
             reference = _compiled_reference(authored, program, feed) if part.phase == FORWARD else None
             found.append(_timed(case, kernel, blank, reference, filler))
+        except VerifyError as error:
+            found.append(replace(blank, note=told(error), is_wrong=True))
         except Exception as error:  # any: what was measured must not be lost
             found.append(replace(blank, note=told(error)))
         torch.cuda.empty_cache()
@@ -131,15 +135,19 @@ def _reason(kernel: Kernel) -> str:
 
 
 def _case(part: Part, rows: int) -> tuple[Case, dict[str, Tensor]]:
-    """The step, and its plan's inputs, random; parts of reductions are made by the steps before it."""
+    """The step, and its plan's inputs, random: GEMMs of numbers of about one give such numbers, as in models. Parts of
+    reductions are made by the steps before it."""
     plan = part.plan
     random = torch.Generator(DEVICE).manual_seed(0)
+    gemms = [(s.program.gemm, s.b) for s in plan.steps if s.program.gemm is not None]
+    scales = {name: gemm.k**-0.5 for gemm, b in gemms for name in b if isinstance(gemm.k, int)}
     feed = {}
     for name in plan.inputs:
         t = plan.buffers[name]
         shape = [dim(d, rows) for d in (t.rows, t.cols) if d is not None]
         if t.dtype.is_float:
-            feed[name] = torch.randn(shape, generator=random, device=DEVICE).to(TORCH[t.dtype])
+            x = torch.randn(shape, generator=random, device=DEVICE) * scales.get(name, 1.0)
+            feed[name] = x.to(TORCH[t.dtype])
             if t.rows is not None and t.cols is None:
                 feed[name] = feed[name].abs() + 0.5
         else:

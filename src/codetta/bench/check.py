@@ -21,6 +21,7 @@ from codetta.bench.plain import KINDS
 from codetta.bench.steps import Case, Memory
 from codetta.core.types import ROWS
 from codetta.errors import VerifyError
+from codetta.ir import ops
 from codetta.partition.plan import partial_outputs
 from codetta.testing import relative_error
 
@@ -88,14 +89,15 @@ def _double(t: Any) -> Any:
 
 
 def _by_program(case: Case, acc: Tensor | None) -> Memory:
-    """The program in float64; some rows at a time where rows have nothing to do with each other, to spare memory."""
+    """The program in float64; some rows at a time where rows have nothing to do with each other, nor with their number,
+    to spare memory."""
     program, folds = case.step.program, case.plan.folds
     body = compile_body(program)
     loads = [] if acc is None else [acc]
     for name in case.step.loads:
         t = case.memory[name]
         loads.append(fold(folds[name], t.double()) if name in folds else t)
-    if not all(n.type.rows == ROWS for _, n in program.outputs):
+    if not all(n.type.rows == ROWS for _, n in program.outputs) or any(n.op is ops.ROW for n in program.body):
         return dict(_whole(case, body([_double(t) for t in loads], case.rows)))
     by_row = [p.type.rows == ROWS for p in program.params]
     found: dict[str, list[Tensor]] = {}
