@@ -240,7 +240,7 @@ def _stack(n: Node, *given: Value) -> Tensor:
 # --- reductions -----------------------------------------------------------------------------------------------------
 
 _FOLD: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "sum": lambda x, dim: x.sum(dim),
+    "sum": lambda x, dim: x.sum(dim, dtype=x.dtype),
     "max": lambda x, dim: x.amax(dim),
     "absmax": lambda x, dim: x.abs().amax(dim),
 }

@@ -46,7 +46,8 @@ def partials(n: Node, x: Tensor) -> Tensor:
 
 def _parts(fn: str, x: Tensor, dim: int, size: int) -> Tensor:
     if fn == "sum":
-        return x.sum(dim, keepdim=True) if x.shape[dim] <= size else in_tiles(x, dim, size, 0.0).sum(dim + 1)
+        one, dtype = x.shape[dim] <= size, x.dtype
+        return x.sum(dim, True, dtype=dtype) if one else in_tiles(x, dim, size, 0.0).sum(dim + 1, dtype=dtype)
     low = 0.0 if fn == "absmax" else -torch.inf
     return in_tiles(x.abs() if fn == "absmax" else x, dim, size, low).amax(dim + 1)
 
@@ -58,4 +59,4 @@ def fold(n: Node, parts: Tensor) -> Tensor:
     if n.type.kind is Kind.TABLE and isinstance(n.type.cols, int):
         parts = in_groups(parts, parts.shape[1] // n.type.cols)
     dim = {Kind.ROWVEC: (0,), Kind.SCALAR: (0, 1)}.get(n.type.kind, (1,))
-    return parts.sum(dim) if n.attrs[0] == "sum" else parts.amax(dim)
+    return parts.sum(dim, dtype=parts.dtype) if n.attrs[0] == "sum" else parts.amax(dim)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from codetta.backends.hopper.rows import compile_rows
+from codetta.backends.hopper.rows import bind, compile_rows
 from codetta.backends.hopper.rows.launches import WHOLE_ROW
 from codetta.backends.reference.evaluate import TORCH, uniform
 from codetta.core.node import Node
@@ -229,7 +229,7 @@ FOLDS = {"sum": torch.sum, "max": torch.amax, "lse": torch.logsumexp}
 
 
 @pytest.mark.parametrize("fn", FOLDS)
-@pytest.mark.parametrize("parts", [1, 3, 16, 150, 501])
+@pytest.mark.parametrize("parts", [1, 3, 16, 150, 501, 2051])
 def test_parts_of_a_column(fn: str, parts: int):
     s, r = build.input_("s", colvec()), build.input_("r", colvec(f32))
     p = Program("fold", "finalize", (s, r), (("y", build.mul(s, r)), ("s", s)))
@@ -238,6 +238,35 @@ def test_parts_of_a_column(fn: str, parts: int):
     want = FOLDS[fn](x.double(), 1)
     expect_close("y", found["y"], (want * r_).float(), 2e-6)
     expect_close("s", found["s"], want.float(), 2e-6)
+
+
+@pytest.mark.parametrize("parts", [3, 8, 1002])
+def test_log_sum_exp_of_parts_that_are_none(parts: int):
+    """Infinities and NaN among parts, and memory behind them that is not theirs."""
+    s = build.input_("s", colvec())
+    p = Program("fold", "finalize", (s,), (("s", s),))
+    whole = torch.full((6, parts + 14), torch.nan)
+    x = whole[:, :parts]
+    x[:] = 90 * torch.randn(6, parts)
+    x[0], x[1], x[2, 1:], x[3, -1], x[4, 0] = -torch.inf, torch.inf, -torch.inf, torch.nan, torch.inf
+    found = run(p, [x], 6, {"s": source("lse", Kind.COLVEC)})
+    expect_close("s", found["s"], x.double().logsumexp(1).float(), 2e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 8, 1002, 2051])
+def test_log_sum_exp_where_one_part_is_all(parts: int):
+    """A target that is all but certain: its probability less one is what lse - z leaves, so that lse is z exactly,
+    whatever was rounded under way; elsewhere it is float64's to a unit in the last place."""
+    s = build.input_("s", colvec())
+    p = Program("fold", "finalize", (s,), (("s", s),))
+    top = 100 * torch.randn(40)
+    x = (top[:, None] - 40 - 50 * torch.rand(40, parts)).contiguous()
+    x[torch.arange(40), torch.randint(parts, (40,))] = top
+    assert torch.equal(run(p, [x], 40, {"s": source("lse", Kind.COLVEC)})["s"], top)
+    x = 30 * torch.randn(40, parts) + 200
+    want = x.double().logsumexp(1)
+    got = run(p, [x], 40, {"s": source("lse", Kind.COLVEC)})["s"]
+    assert ((got - want).abs() <= 0.75 * want * 2.0**-23).all()
 
 
 @pytest.mark.parametrize("cols", [1, 33, 128])
@@ -288,6 +317,12 @@ def test_a_loss_is_added_up_by_the_last_block(rows: int):
         expect_close("loss", found["loss"], (lse - at)[used].mean().float(), 2e-6)
         expect_close("lse", found["lse"], lse.float(), 2e-6)
         expect_close("count", found["count"], used.sum().float(), 0.0)
+
+
+def test_a_block_takes_rows_in_turns(monkeypatch: pytest.MonkeyPatch):
+    """A block of a loss goes on to further rows where there are more than blocks that run at once."""
+    monkeypatch.setattr(bind, "IN_FLIGHT", 3)
+    test_a_loss_is_added_up_by_the_last_block(1100)
 
 
 def test_what_a_total_divides_comes_in_a_second_launch():

@@ -99,6 +99,16 @@ def test_a_large_kernel_spills_nothing(name: str, tmp_path, monkeypatch: pytest.
     assert found.shared <= 32 * 1024
 
 
+@pytest.mark.parametrize("fn", ["sum", "lse"])
+def test_parts_are_loaded_four_at_a_time(fn: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever their number: it is no multiple of four here, and is not compiled for."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x = build.input_("acc", tile(64))
+    reduction = build.sum_row(x) if fn == "sum" else build.logsumexp_row(x)
+    p = parse_program("@finalize\ndef f(s: ColVec[f32]):\n    return dict(y=s * 2.0)\n")
+    assert compile_rows(p, {"s": reduction}).cross_compile().wide_loads >= (2 if fn == "sum" else 8)
+
+
 def test_the_interpreter_leaves_the_compiler_as_it_was(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     p = with_sizes(parse_program("@leftover\ndef f(x: Tile[f32]):\n    return dict(y=to(gelu(x), bf16))"), {"N": 48})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from codetta.backends.hopper import counters, memory
+from codetta.backends.hopper.rows.fold import LSE_PARTS, function_of
 from codetta.backends.hopper.rows.kernel import Argument, Kernel, pow2
 from codetta.backends.hopper.rows.launcher import Grid, Launcher, launcher_of
 from codetta.backends.hopper.rows.launches import Launch, Output
@@ -21,6 +22,8 @@ from codetta.partition.size import dim
 
 IN_FLIGHT = 528  # blocks that keep an H200 busy: four on each of its 132 multiprocessors
 FEW_PARTS, MANY_PARTS = 32, 128  # parts of a row that are read at once
+BLOCK = 2048  # numbers of a block, of all its rows
+LSE_BLOCK, LSE_ROWS = 8192, 16  # those of a log-sum-exp's parts where they are many, and of no more rows than that
 ALIGNED = 15  # an address with any of these bits is not one for which Triton loads 16 bytes at once
 
 
@@ -159,7 +162,8 @@ def bind(
     kernel, launch = step.kernel, step.launch
     how = {a.node: _how(a.node, specs[a.node], parts) for a in kernel.arguments if a.what == "input" and a.node}
     extent = dim(kernel.rows, rows)
-    bt, bm = _block(kernel, {n: s for n, (_, s) in how.items()}, parts)
+    vectors = {n: s.shape[-1] for n, (_, s) in how.items() if n in parts and n.type.kind is Kind.COLVEC}
+    bt, bm = block_of(kernel, vectors, parts)
     blocks = max(-(-extent // bm), 1) if kernel.rows is not None else 1
     span = bm
     if kernel.in_runs:
@@ -196,16 +200,18 @@ def _how(n: Node, spec: Spec, parts: Mapping[Node, Node]) -> tuple[Made, Spec]:
     return "contiguous", Spec.fresh(shape)
 
 
-def _block(kernel: Kernel, inputs: Mapping[Node, Spec], parts: Mapping[Node, Node]) -> tuple[int, int]:
+def block_of(kernel: Kernel, counts: Mapping[Node, int], parts: Mapping[Node, Node]) -> tuple[int, int]:
     """How many parts of a vector, and how many rows, a block takes; both follow from the columns, not the rows."""
-    counts = [s.shape[-1] for n, s in inputs.items() if n in parts and n.type.kind is Kind.COLVEC]
-    most = pow2(max(counts, default=1))
+    most = pow2(max(counts.values(), default=1))
+    if any(function_of(parts[n]) == "lse" for n in counts):
+        bt = min(most, LSE_PARTS)
+        return bt, min(256, max(BLOCK // bt, min(LSE_ROWS, LSE_BLOCK // bt)))
     # What follows the sum of a row is done by every thread that holds a part of it: few threads take a row, unless it
     # is so long that this does not count.
     bt = most if most <= FEW_PARTS else FEW_PARTS if most <= MANY_PARTS else MANY_PARTS
     if kernel.block:
         return bt, kernel.block
-    return bt, max(1, min(256, 2048 // max(kernel.width, bt if counts else 1)))
+    return bt, max(1, min(256, BLOCK // max(kernel.width, bt if counts else 1)))
 
 
 def shape_of(kernel: Kernel, o: Output, rows: int, blocks: int) -> tuple[int, ...]:

@@ -14,6 +14,9 @@ from codetta.ir import ops
 PARTS_OF_COLUMN = 256  # parts of a RowVec that are read at once: few blocks share the columns, so each reads much,
 AHEAD = 3  # and that many such blocks are on their way
 PARTS_OF_SCALAR = 1024
+VECTOR = 4  # parts that a thread loads at once
+LANES = 128  # parts that a warp loads at once
+LSE_PARTS = 1024  # parts of a row that a log-sum-exp takes at once
 
 
 def function_of(n: Node) -> str:
@@ -86,7 +89,8 @@ def fold(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
     kind, scope = n.type.kind, e.scope(row, col)
     standard = (row is None or row.shape[1] == "1") and (col is None or col.base.shape[0] == "1")
     if kind is Kind.COLVEC and standard and row is not None:
-        return _fold_block(e, n, (row.shape[0], "BT"), row, col)
+        lse = function_of(e.parts[n]) == "lse"
+        return _fold_lse(e, n, row) if lse else _fold_block(e, n, (row.shape[0], "BT"), row, col)
     if kind is Kind.ROWVEC and standard and col is not None:
         return _fold_block(e, n, (str(PARTS_OF_COLUMN), col.base.shape[1]), row, col)
     if kind is Kind.SCALAR:
@@ -107,28 +111,74 @@ def fold(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
     return Value(e.name(lse_result(m, s), scope) if fn == "lse" else m, n.type.dtype)
 
 
+def _fold_lse(e: Emitter, n: Node, row: Row) -> Value:
+    """The log-sum-exp of a row's parts, BT at a time, which as a rule is all: each then costs one exponential. The last
+    one to three come alone: only under a mask that is the same for four neighbours does a thread load 16 bytes."""
+    p, scope, wide = e.pointers[n], e.scope(row, None), compute_dtype(n.type.dtype)
+    even = e.name(f"{p}_parts // {VECTOR} * {VECTOR}", e.top, "even")
+    last = e.name(f"{even} + tl.arange(0, {VECTOR})[None, :]", e.top, "last")
+    lane = e.name(f"tl.arange(0, BT if BT < {LANES} else {LANES})[None, :]", e.top, "lane")
+    place = e.name(f"{p} + {row.text} * {p}_stride", scope, "p")
+    t0, m, s = e.fresh("part"), e.fresh("acc"), e.fresh("sum")
+
+    def load(t: str, bound: str) -> str:
+        return f"tl.load({place} + {t}, mask={both(row.mask, f'({t} < {bound})')}, other={start('lse', wide)})"
+
+    rest = e.name(load(last, f"{p}_parts"), scope)  # asked for before the others are waited for
+    _begin(scope, "lse", m, s, (row.shape[0], "1"), wide)
+    with scope.nested(f"for {t0} in tl.range(0, {even}, BT):") as body:
+        more = range(1, LSE_PARTS // LANES)
+        body.lines.append(f"{m}_0 = {load(f'({t0} + {lane})', even)}")
+        body.lines += [f"if BT > {i * LANES}: {m}_{i} = {load(f'({t0} + {i * LANES} + {lane})', even)}" for i in more]
+        _lse_step_wide(body, m, s, len(more), wide)
+    scope.lines.append(f"{m}_0 = {rest}")
+    _lse_step_wide(scope, m, s, 0, wide)
+    return Value(e.name(f"log_of_sum{'64' if wide is f64 else ''}({m}, {s})", scope), n.type.dtype)
+
+
+def _lse_step_wide(scope: Scope, m: str, s: str, more: int, dtype: DType) -> None:
+    """A step of the online log-sum-exp of rows with the block ``m_0`` and, where BT is so large, up to ``more`` beside
+    it: all are compared, then added. A warp takes a row, a thread of it four parts of each block."""
+    exp, carried = ("exp_less64", "carried64") if dtype is f64 else ("exp_less", "carried")
+    beside = [(i, f"if BT > {i * LANES}: ") for i in range(1, more + 1)]
+    scope.lines += [f"{m}_top = {m}_0", *(f"{when}{m}_top = larger({m}_top, {m}_{i})" for i, when in beside)]
+    scope.lines += [f"{m}_new = larger({m}, {reduced('max', f'{m}_top', 1)})", f"{m}_at = finite({m}_new)"]
+    scope.lines.append(f"{s}_all = {exp}({m}_0, {m}_at)")
+    scope.lines += [f"{when}{s}_all = {s}_all + {exp}({m}_{i}, {m}_at)" for i, when in beside]
+    scope.lines += [f"{s} = {s} * {carried}({m}, {m}_at) + {reduced('sum', f'{s}_all', 1)}", f"{m} = {m}_new"]
+
+
 def _fold_block(e: Emitter, n: Node, shape: Shape, row: Row | None, col: Col | None) -> Value:
-    """Parts read in blocks: along the rows of the block for a RowVec, else along its columns. Each place of a block
-    accumulates by itself, and all are reduced at the end."""
+    """Parts that are added or compared, in blocks: along its rows for a RowVec, else along its columns. Each place of a
+    block accumulates by itself, and all are reduced at the end. Whole blocks along columns come first, since a thread
+    loads 16 bytes only where no mask tells its numbers apart."""
     p, scope, fn, wide = e.pointers[n], e.scope(row, col), function_of(e.parts[n]), compute_dtype(n.type.dtype)
     axis = 0 if n.type.kind is Kind.ROWVEC else 1
     t0, t = e.fresh("part"), e.fresh("part")
     m, s = e.fresh("acc"), e.fresh("sum")
     _begin(scope, fn, m, s, shape, wide)
-    ahead = f", num_stages={AHEAD}" if axis == 0 else ""
-    with scope.nested(f"for {t0} in tl.range(0, {p}_parts, {shape[axis]}{ahead}):") as body:
-        body.lines.append(f"{t} = {t0} + tl.arange(0, {shape[axis]}){'[None, :]' if axis else '[:, None]'}")
-        outer = row.mask if row is not None else col.mask if col is not None else None
-        mask = both(outer, f"({t} < {p}_parts)")
-        place = f"{t}"
+    outer = row.mask if row is not None else col.mask if col is not None else None
+
+    def add(body: Scope, first: str, bound: str | None) -> None:
+        body.lines.append(f"{t} = {first} + tl.arange(0, {shape[axis]}){'[None, :]' if axis else '[:, None]'}")
+        mask = both(outer, bound)
+        place = t
         if row is not None:
             place = f"{row.text} * {p}_stride + {t}"
         elif col is not None:
             place = f"{t}.to(tl.int64) * {p}_stride + {e.column_text(col)}"
-        x = e.name(f"tl.load({p} + {place}, mask={mask}, other={start(fn, wide)})", body)
-        _step(body, fn, m, s, x, wide)
-    if fn == "lse":
-        return Value(e.name(lse_result(*_lse_joined(e, scope, m, s, wide, axis)), scope), n.type.dtype)
+        others = f", mask={mask}, other={start(fn, wide)}" if mask is not None else ""
+        _step(body, fn, m, s, e.name(f"tl.load({p} + {place}{others})", body), wide)
+
+    if axis:
+        whole = e.name(f"{p}_parts // {shape[1]} * {shape[1]}", e.top, "whole")
+        with scope.nested(f"for {t0} in tl.range(0, {whole}, {shape[1]}):") as body:
+            add(body, t0, None)
+        with scope.nested(f"if {whole} < {p}_parts:") as body:
+            add(body, whole, f"({t} < {p}_parts)")
+    else:
+        with scope.nested(f"for {t0} in tl.range(0, {p}_parts, {shape[0]}, num_stages={AHEAD}):") as body:
+            add(body, t0, f"({t} < {p}_parts)")
     return Value(e.name(reduced(fn, m, axis), scope), n.type.dtype)
 
 
@@ -136,13 +186,6 @@ def _begin(scope: Scope, fn: str, m: str, s: str, shape: Shape, dtype: DType) ->
     scope.lines.append(f"{m} = {full(shape, start(fn, dtype), dtype)}")
     if fn == "lse":
         scope.lines.append(f"{s} = {full(shape, '0', dtype)}")
-
-
-def _lse_joined(e: Emitter, scope: Scope, m: str, s: str, dtype: DType, axis: int) -> tuple[str, str]:
-    """The log-sum-exps of all places along an axis as one."""
-    exp = _exp(dtype)
-    top = e.name(reduced("max", m, axis), scope, "top")
-    return top, e.name(reduced("sum", f"{s} * {exp}({m} - finite({top}))", axis), scope)
 
 
 def _step(scope: Scope, fn: str, m: str, s: str, x: str, dtype: DType) -> None:

@@ -22,6 +22,43 @@ def exp_of_rounded(x: tl.tensor) -> tl.tensor:
     return tl.exp2(x * 1.4426950408889634)
 
 
+def exp_less(x: tl.tensor, m: tl.tensor) -> tl.tensor:
+    """e^(x - m) where m is the largest x, times a factor that hangs on m alone (``log_of_sum``): the product is exact
+    until m log2(e), which is rounded once a row, is taken from it."""
+    log2e = 1.4426950408889634
+    return tl.exp2(tl.fma(x, log2e, -(m * log2e)))
+
+
+def carried(old: tl.tensor, m: tl.tensor) -> tl.tensor:
+    """What takes a sum of ``exp_less`` under the maximum ``old`` to one under ``m``: exactly 1 where they are the same,
+    since what was rounded of either is the same then."""
+    log2e = 1.4426950408889634
+    at = finite(old)
+    return tl.exp2(tl.fma(old, log2e, -(m * log2e)) - tl.fma(at, log2e, -(at * log2e)))
+
+
+def log_of_sum(m: tl.tensor, s: tl.tensor) -> tl.tensor:
+    """The log-sum-exp from the maximum and the sum of ``exp_less``, without that one's factor."""
+    log2e = 1.4426950408889634
+    at = finite(m)
+    return at + (tl.log(s) - tl.fma(at, log2e, -(at * log2e)) * 0.6931471805599453)
+
+
+def exp_less64(x: tl.tensor, m: tl.tensor) -> tl.tensor:
+    """``exp_less`` in float64, where the factor is 1."""
+    return tl.exp(x - m)
+
+
+def carried64(old: tl.tensor, m: tl.tensor) -> tl.tensor:
+    """``carried`` in float64."""
+    return tl.exp(old - m)
+
+
+def log_of_sum64(m: tl.tensor, s: tl.tensor) -> tl.tensor:
+    """``log_of_sum`` in float64."""
+    return tl.log(s) + finite(m)
+
+
 def sigmoid(x: tl.tensor) -> tl.tensor:
     """1 / (1 + e^-x): e^-x may be infinite, then this is 0."""
     return 1.0 / (1.0 + exp(-x))
@@ -126,6 +163,12 @@ def _mixed(h: tl.tensor) -> tl.tensor:
 FUNCTIONS = (
     exp,
     exp_of_rounded,
+    exp_less,
+    carried,
+    log_of_sum,
+    exp_less64,
+    carried64,
+    log_of_sum64,
     sigmoid,
     silu,
     gelu,

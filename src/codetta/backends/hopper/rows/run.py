@@ -16,16 +16,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from codetta.backends.hopper.binary import resources
-from codetta.backends.hopper.rows.bind import Bound, Spec, Step, bind
+from codetta.backends.hopper.rows.bind import Bound, Spec, Step, bind, block_of
 from codetta.backends.hopper.rows.kernel import Argument
 from codetta.backends.hopper.rows.launches import Launch, Output, launches
 from codetta.backends.hopper.rows.source import kernel_of
 from codetta.backends.hopper.rows.write import write
 from codetta.backends.hopper.stream import on_device, stream_of
 from codetta.core.node import Node
-from codetta.core.types import compute_dtype
+from codetta.core.types import Kind, compute_dtype
 from codetta.ir.program import Program
 
+MANY = 1002  # parts that a kernel is compiled for where there are none: a head's of 128,256 logits
 UNSPECIALISED = ("rows", "span")  # another token count compiles nothing
 POINTER: dict[str, str] = {
     "f64": "*fp64",
@@ -40,11 +41,13 @@ POINTER: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class CompiledInfo:
-    """What a compiled kernel uses: registers a thread, spill instructions, bytes of shared memory."""
+    """What a compiled kernel uses: registers a thread, spill instructions, bytes of shared memory, and how many of its
+    loads are of 16 bytes a thread."""
 
     registers: int
     spills: int
     shared: int
+    wide_loads: int
 
 
 class RowKernel:
@@ -102,7 +105,7 @@ class RowKernel:
     def cross_compile(self, arch: int = 90) -> CompiledInfo:
         """What the kernels need on a GPU of that architecture, which need not be there; the largest of each."""
         found = [_compiled(s, self.parts, arch) for s in self.steps]
-        return CompiledInfo(*(max(getattr(f, what) for f in found) for what in ("registers", "spills", "shared")))
+        return CompiledInfo(*(max(getattr(f, what) for f in found) for what in CompiledInfo.__slots__))
 
 
 def compile_rows(program: Program, partial: Mapping[str, Node]) -> RowKernel:
@@ -127,7 +130,9 @@ def _compiled(step: Step, parts: Mapping[Node, Node], arch: int) -> CompiledInfo
         for ok, a in zip(aligned, kernel.arguments, strict=True)
     ]
     attrs = {(i,): [["tt.divisibility", 16]] for i, ok in enumerate(aligned) if ok}
-    constants = {"BM": kernel.block or 16, "BT": 128 if not kernel.block else 1}
+    vectors = [a.node for a in kernel.arguments if a.what == "parts" and a.node and a.node.type.kind is Kind.COLVEC]
+    bt, bm = block_of(kernel, dict.fromkeys(vectors, MANY), parts)
+    constants = {"BM": bm, "BT": bt}
     source = ASTSource(step.on_gpu, {**signature, "BM": "constexpr", "BT": "constexpr"}, constants, attrs)
     made = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": kernel.warps, "enable_fp_fusion": True}
@@ -136,7 +141,8 @@ def _compiled(step: Step, parts: Mapping[Node, Node], arch: int) -> CompiledInfo
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(made.asm["cubin"])
         found = resources(file)
-    return CompiledInfo(found.registers, found.spill_stores + found.spill_loads, made.metadata.shared)
+    wide = len(re.findall(r"ld\.global\S*\.v4\.b32", made.asm["ptx"]))
+    return CompiledInfo(found.registers, found.spill_stores + found.spill_loads, made.metadata.shared, wide)
 
 
 def _signature(a: Argument) -> str:
@@ -150,5 +156,5 @@ def _signature(a: Argument) -> str:
 
 
 def _even(n: Node, parts: Mapping[Node, Node]) -> bool:
-    """Whether rows of that many columns keep their alignment."""
-    return n not in parts and isinstance(n.type.cols, int) and n.type.cols % 16 == 0
+    """Whether rows of that many columns keep their alignment; rows of parts are padded until they do."""
+    return n in parts or (isinstance(n.type.cols, int) and n.type.cols % 16 == 0)

@@ -176,6 +176,7 @@ class _Writer:
         for key, s in sums.items():
             self.body.begin_total(scope, key, s)
         with self.rows(scope) as inside:
+            self.vectors_in_parts()
             for found in passes:
                 for loop in found:
                     self.body.run(inside, loop)
@@ -187,6 +188,14 @@ class _Writer:
             self.store_columns(scope, w.key, lane)
         for key, s in sums.items():
             self.store_total(scope, key, s.node)
+
+    def vectors_in_parts(self) -> None:
+        """Other numbers of a row are loaded before what folds its parts waits for these."""
+        inputs = [n for n in postorder(o.value for o in self.launch.outputs) if n.op is ops.INPUT]
+        if any(n in self.e.parts and n.type.rows is not None for n in inputs):
+            for n in inputs:
+                if n.type.kind is Kind.COLVEC and n not in self.e.parts and n.type.rows == self.launch.rows:
+                    self.e.value(n, self.body.row, None)
 
     def settle(self, scope: Scope) -> None:
         """The row reductions whose loops are done become known."""
@@ -247,19 +256,22 @@ class _Writer:
             top.lines += ["tl.debug_barrier()", "done = tl.atomic_add(counter, 1)"]
             with top.nested(f"if done == {blocks} - 1:") as inside:
                 self.e.top = inside
-                for i, n in enumerate(self.totals):
-                    self.add_up(inside, f"scratch{i}", n, blocks)
+                self.add_up(inside, blocks)
                 for o in last:
                     self.body.store(inside, o, self.e.value(o.value, None, None), None, None)
                 inside.lines.append("tl.atomic_xchg(counter, 0)")
             self.e.top = top
 
-    def add_up(self, scope: Scope, pointer: str, n: Node, blocks: str) -> None:
-        """A total from all blocks' parts, in a fixed order; another block's stores are not in this one's L1."""
-        fn, dtype, acc, t = function_of(n), compute_dtype(n.type.dtype), self.e.fresh("acc"), self.e.fresh("part")
-        scope.lines.append(f"{acc} = {full(('1', str(AT_ONCE)), start(fn, dtype), dtype)}")
+    def add_up(self, scope: Scope, blocks: str) -> None:
+        """The totals from all blocks' parts, in a fixed order and side by side; another block's stores are not in this
+        one's L1."""
+        t, accs = self.e.fresh("part"), [self.e.fresh("acc") for _ in self.totals]
+        of = [(acc, function_of(n), compute_dtype(n.type.dtype)) for acc, n in zip(accs, self.totals, strict=True)]
+        scope.lines += [f"{acc} = {full(('1', str(AT_ONCE)), start(fn, dtype), dtype)}" for acc, fn, dtype in of]
         with scope.nested(f"for {t}_0 in range(0, {blocks}, {AT_ONCE}):") as body:
             body.lines.append(f"{t} = {t}_0 + tl.arange(0, {AT_ONCE})[None, :]")
-            others = f"mask={t} < {blocks}, other={start(fn, dtype)}, cache_modifier='.cg'"
-            body.lines.append(f"{acc} = {joined(fn, acc, f'tl.load({pointer} + {t}, {others})')}")
-        self.e.known[n, None] = finished(self.e, n, self.e.name(reduced(fn, acc, 1), scope), scope)
+            for i, (acc, fn, dtype) in enumerate(of):
+                others = f"mask={t} < {blocks}, other={start(fn, dtype)}, cache_modifier='.cg'"
+                body.lines.append(f"{acc} = {joined(fn, acc, f'tl.load(scratch{i} + {t}, {others})')}")
+        for n, (acc, fn, _) in zip(self.totals, of, strict=True):
+            self.e.known[n, None] = finished(self.e, n, self.e.name(reduced(fn, acc, 1), scope), scope)
