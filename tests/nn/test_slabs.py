@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codetta.errors import SettingsError
-from codetta.nn.slabs import Sizes, choose, peak, regions, slabs
+from codetta.nn.slabs import OF_DEVICE, Sizes, choose, peak, regions, slabs
 
 GIB = 1 << 30
 VOCABULARY, TOKENS = 128_256, 8192
@@ -82,7 +82,7 @@ def test_lent_memory_is_read_before_it_is_written(sizes: Sizes, mode: str):
 @given(sizes=SIZES)
 def test_auto_is_fast_where_that_is_cheap(sizes: Sizes):
     """By sizes and device alone."""
-    assert choose(sizes, "auto", True, sizes.logits * 32 + 32) == "fast"
+    assert choose(sizes, "auto", True, sizes.logits * OF_DEVICE) == "fast"
     assert choose(sizes, "auto", False, 1) == "lean"
     assert choose(sizes, "lean", True, 0) == "lean"
     with pytest.raises(SettingsError, match="memory='both'"):

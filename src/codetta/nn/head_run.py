@@ -161,9 +161,11 @@ def _whole(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def plans(head: Head, columns: int, tokens: int) -> list[Plan]:
-    """The plans of a training step by kernels, in either mode, without options of the loss."""
+    """The plans of a training step by kernels, in either mode, with lent memory and without, without options of the
+    loss."""
     sizes = Sizes(tokens, head.features, columns, head.dtype.bytes)
-    return list(dict.fromkeys(p for mode in ("fast", "lean") for p in slab_plans(head, sizes, mode, True)))
+    ways = [(mode, lends) for mode in ("fast", "lean") for lends in (True, False)]
+    return list(dict.fromkeys(p for way in ways for p in slab_plans(head, sizes, *way)))
 
 
 def slab_plans(
@@ -175,7 +177,7 @@ def slab_plans(
     if not trains:
         return found
     found += [gradient_plan(head, s.columns, names, ("logits",), False) for s in held if s.how == "again"]
-    return [*found, *(weight_plan(head.dtype, s.columns, head.features) for s in held)]
+    return [*found, weight_plan(head.dtype, sizes.columns, head.features)] if len(held) == 1 else found
 
 
 @dataclass(frozen=True)

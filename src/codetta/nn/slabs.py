@@ -31,7 +31,7 @@ OF_GRADIENT = 10  # a slab may take this part of the weight's gradient
 OF_LOGITS = 12  # of fast's logits
 OF_FAST = 0.74  # fast takes larger slabs as long as it stays below this part of logits and gradients held at once
 WORTH = 2  # fast borrows for this part of the logits or more
-OF_DEVICE = 32  # `auto` is fast if that needs less than this part of the device's memory more than lean
+OF_DEVICE = 24  # `auto` is fast if that needs less than this part of the device's memory more than lean
 UNKNOWN_DEVICE = 32 << 30  # bytes, where the device does not tell (0): a laptop's
 
 

@@ -11,11 +11,22 @@ import pytest
 import torch
 
 from codetta.audit.tuning import plans_of
-from codetta.backends.hopper.choose import lowered_of, why_split
+from codetta.backends.hopper.choose import is_tuned, lowered_of, own_kernel, why_split
 from codetta.backends.hopper.tune import cases_of
 from codetta.core.types import bf16, f16
-from codetta.nn import head_run, slabs
-from codetta.nn.head_graphs import LARGEST, LOWER, LSE, TARGET, TOTAL, UPPER, Head, gradient_plan, statistics_plan
+from codetta.nn import head_gemms, head_run, slabs
+from codetta.nn.head_graphs import (
+    LARGEST,
+    LOWER,
+    LSE,
+    TARGET,
+    TOTAL,
+    UPPER,
+    Head,
+    gradient_plan,
+    statistics_plan,
+    weight_plan,
+)
 from codetta.nn.head_run import Call, Wanted, What
 from codetta.testing import relative_error
 
@@ -64,8 +75,7 @@ def test_what_is_tuned_for_a_loss_head(features):
     weight's gradient."""
     cases = cases_of(plans_of(f"loss:{features}x128256", "bf16"), [8192])
     kinds = {(c.program.gemm.form, bool(c.lowered.stores), len(c.lowered.sinks)) for c in cases}
-    kept = {("nt", True, 2), ("tn", True, 0)}
-    assert kinds == (kept if features == 8192 else {*kept, ("nt", False, 2), ("nt", True, 0)})
+    assert kinds == {("nt", True, 2), ("tn", True, 0), ("nt", False, 2), ("nt", True, 0)}
     assert all((c.key.n if c.program.gemm.form == "tn" else c.key.k) == features for c in cases)
 
 
@@ -139,3 +149,32 @@ def test_gradients_through_the_executor(mode, tokens, columns, bias, monkeypatch
             assert relative_error(got, want) < 5e-3
         if lends and given_up:
             assert found[1].untyped_storage().data_ptr() == held[-1].untyped_storage().data_ptr()
+
+
+@needs_quack
+@pytest.mark.usefixtures("_quiet")
+@pytest.mark.parametrize("tokens", [24, 33])
+def test_the_weights_gradient_by_a_kernel_of_ours(tokens, monkeypatch):
+    """Where a table has one for its sizes: into the memory that it is given, a number of tokens that 8 does not divide
+    too."""
+    import standin
+
+    standin.stand_in(monkeypatch)
+    for name in ("is_tuned", "own_kernel"):
+        monkeypatch.setattr(head_gemms, name, lambda *_: True)
+    monkeypatch.setattr("codetta.backends.hopper.steps.own_kernel", lambda *_: True)
+    head_gemms._own_weight_gradient.cache_clear()
+    generator = torch.Generator().manual_seed(tokens)
+    gradient, x = (torch.randn(tokens, n, generator=generator).bfloat16() for n in (264, 64))
+    out = torch.full((300, 64), torch.nan).bfloat16()[20:284]
+    head_gemms.weight_gradient("hopper", gradient, x, out)
+    head_gemms._own_weight_gradient.cache_clear()
+    assert relative_error(out, gradient.double().t() @ x.double()) < 3e-3
+
+
+def test_no_kernel_of_ours_where_only_a_neighbour_was_measured():
+    """A slab's weight gradient is the library's, also where the table would give its neighbour's."""
+    whole, slab = (weight_plan(bf16, columns, 4096).steps[0].program for columns in (128_256, 64_128))
+    assert (is_tuned(whole, 8192), own_kernel(whole, 8192)) == (True, True)
+    assert (is_tuned(slab, 8192), own_kernel(slab, 8192)) == (False, True)
+    assert not is_tuned(weight_plan(bf16, 1001, 4096).steps[0].program, 8192)

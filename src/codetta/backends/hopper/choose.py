@@ -57,6 +57,15 @@ def own_kernel(program: Program, rows: int | None = None, batch_invariant: bool 
     return (batch_invariant and not sums_tokens) or bare_config(program, rows) is not None
 
 
+def is_tuned(program: Program, rows: int | None = None) -> bool:
+    """Whether a table has an entry for a program at these very sizes, and not just one near them."""
+    try:
+        key = key_of(program, lowered_of(program), bucket(rows))
+    except NotLowered:
+        return False
+    return any(key in table.entries for table in tables())
+
+
 def _measured(program: Program, lowered: Lowered, rows: int) -> Entry | None:
     return look_up(key_of(program, lowered, rows), lowered)
 
