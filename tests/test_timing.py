@@ -7,7 +7,7 @@ import time
 import pytest
 
 from codetta import timing
-from codetta.timing import Timing, launch_times, measure
+from codetta.timing import Timing, launch_times, measure, measure_alone
 
 
 def test_quantiles_and_paired_ratio():
@@ -52,6 +52,22 @@ def test_times_are_microseconds_and_the_seed_decides_the_order():
 def test_a_budget_ends_the_rounds_but_not_before_five():
     found = measure({"slow": lambda: time.sleep(0.002)}, rounds=1000, budget=0.0)
     assert len(found["slow"].samples) == timing.FEWEST_ROUNDS
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_a_run_of_its_own_is_one_variant_over_and_over():
+    calls: list[str] = []
+    told: list[tuple[int, int]] = []
+    variants = {n: (lambda n=n: (calls.append(n), time.sleep(0.001))) for n in "abc"}
+    found = measure_alone(variants, rounds=4, seconds=0.02, progress=lambda *given: told.append(given))
+    assert {n: len(t.samples) for n, t in found.items()} == dict.fromkeys("abc", 4)
+    assert all(1e3 < s < 5e4 for t in found.values() for s in t.samples)
+    runs = [n for i, n in enumerate(calls) if not i or calls[i - 1] != n]
+    assert len(calls) > 4 * len(runs)
+    assert sorted(runs[:3]) == list("abc")
+    assert told[-1] == (4, 4)
+    once = measure_alone(variants, rounds=50, seconds=0.02, budget=0.0)
+    assert len(once["a"].samples) == 1
 
 
 @pytest.mark.usefixtures("on_a_cpu")

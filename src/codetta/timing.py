@@ -1,6 +1,6 @@
-"""The one way in which codetta takes times: variants side by side, under sustained load, in random order.
+"""How codetta takes times: variants side by side, under sustained load, in random order.
 
-The protocol, on a GPU:
+The protocol of ``measure``, on a GPU:
 
 - *What is timed* is the GPU's time between two CUDA events, the first recorded right before the variant is called and
   the second right after. Everything that the variant launches on the current stream is inside, gaps between its
@@ -13,6 +13,11 @@ The protocol, on a GPU:
   would get higher clocks. The GPU is waited for once a round, so that it does not cool down between calls.
 - *What is told*: median, 10th and 90th percentile in microseconds. Two variants are compared by their paired ratio, the
   median over rounds of one time over the other in the same round, which drift of the clocks does not touch.
+
+The filler sets the clock for everybody. In a training step a kernel runs at the clock that its own power, and that of
+its neighbours, leaves: of two that are equally fast behind the filler one may draw a tenth more. ``measure_alone``
+tells them apart: it runs each variant over and over, for longer than the card's power takes to settle. The operands of
+small ones stay in the L2 cache, so that it compares kernels with the same operands, and nothing else.
 
 Without a GPU a sample is the wall time of the call, and there is no filler: good for trying the machinery, for nothing
 else.
@@ -36,6 +41,7 @@ HEAT_SECONDS = 0.33
 WARM_ROUNDS = 2
 WARM_CALLS = 10
 FEWEST_ROUNDS = 5  # whatever the budget says
+ALONE_SECONDS = 0.1  # of one variant's run of its own, of which the second half is timed
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,54 @@ def measure(
         if budget is not None and done + 1 >= FEWEST_ROUNDS and perf_counter() - begin > budget:
             break
     return {name: Timing(tuple(samples)) for name, samples in found.items()}
+
+
+def measure_alone(
+    variants: Mapping[str, Variant],
+    *,
+    rounds: int,
+    seconds: float = ALONE_SECONDS,
+    seed: int = 0,
+    budget: float | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Timing]:
+    """Microseconds a call of each variant in a run of its own, at the clock that its own power allows; every round in a
+    fresh random order. ``budget`` in seconds ends the rounds early, but not before the first."""
+    order, shuffle = list(variants), random.Random(seed).shuffle
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    begin = perf_counter()
+    for done in range(rounds):
+        shuffle(order)
+        for name in order:
+            found[name].append(_over_and_over(variants[name], seconds))
+        if progress is not None:
+            progress(done + 1, rounds)
+        if budget is not None and perf_counter() - begin > budget * (done + 1) / (done + 2):  # no time for one more
+            break
+    return {name: Timing(tuple(samples)) for name, samples in found.items()}
+
+
+def _over_and_over(variant: Variant, seconds: float) -> float:
+    """Microseconds a call, in the second half of so many seconds."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
+    variant()
+    wait()
+    begin = perf_counter()
+    variant()
+    wait()
+    count = max(1, round(seconds / 2 / max(perf_counter() - begin, 1e-6)))
+    if not torch.cuda.is_available():
+        begin = perf_counter()
+        for _ in range(count):
+            variant()
+        return (perf_counter() - begin) * 1e6 / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for event in (start, end):
+        for _ in range(count):
+            variant()
+        event.record()
+    wait()
+    return float(start.elapsed_time(end)) * 1e3 / count
 
 
 def launch_times(

@@ -79,6 +79,7 @@ class Tuning:
                 "us": _number(f.us),
                 "default_us": _number(f.default_us),
                 "library_us": _number(f.library_us),
+                "tried": [{"config": str(config), "us": _number(us)} for config, us in f.tried],
             }
             for f in self.found
         ]
@@ -86,12 +87,12 @@ class Tuning:
         return {"gpu": self.gpu, "programs": lines, "files": files, "wrong": list(self.wrong), "seconds": self.seconds}
 
     def __rich__(self) -> RenderableType:
-        grid = Grid("program", "N", "K", "tokens", "default", "winner", "µs", "before", "over library", box=None)
+        grid = Grid("program", "N", "K", "tokens", "default", "winner", "of", "µs", "before", "over library", box=None)
         for f in sorted(self.found, key=lambda f: (-f.case.tokens, f.case.key.n, f.case.key.k)):
             ratio = f.us / f.library_us
             color = "green" if ratio <= 1 else "yellow" if ratio <= 1.08 else "red"
             sizes = [str(v) for v in (f.case.key.n, f.case.key.k, f.case.tokens)]
-            picks = [str(c or "library") for c in (f.case.default, f.winner)]
+            picks = [*(str(c or "library") for c in (f.case.default, f.winner)), str(len(f.tried))]
             times = [f"{f.us:.0f}", f"{f.default_us:.0f}", f"[{color}]{ratio:.3f}[/{color}]"]
             grid.add_row(f.case.program.name, *sizes, *picks, *times)
         wrong = [f"dropped: {line}" for line in self.wrong]

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from codetta.author.bind import DEFAULTS
+from codetta.author.bind import DEFAULTS, compiled_form, real_sizes
+from codetta.author.file import Authored
 from codetta.author.numbers import has_backward
 from codetta.backends import as_kernels
 from codetta.core.node import substitute
-from codetta.core.types import Type, tile
+from codetta.core.types import ROWS, DType, Type, tile
 from codetta.ir.build import input_, matmul
 from codetta.ir.graph import Graph
 from codetta.ir.program import Program
@@ -95,6 +96,14 @@ def parts_of(program: Program) -> tuple[list[Part], Backward | None]:
         found.append(Part(program.name, TRAINING, back.training.forward, first))
     steps = [s for s in back.training.backward.steps if s.program in back.programs and f"d_{NEXT}" not in s.stores]
     return [*found, *(Part(s.program.name, BACKWARD, back.training.backward, s) for s in steps)], back
+
+
+def gemms_of(authored: Authored, dtype: DType, *, derived: bool) -> tuple[list[Program], int]:
+    """A file's program at its real sizes, with ``derived`` also what training makes of it, and its number of rows."""
+    sizes = real_sizes(authored.program, authored.sizes)
+    parts, _ = parts_of(compiled_form(authored.program, sizes, dtype))
+    wanted = [p for p in parts if p.step.kind == "gemm" and (derived or p.phase == FORWARD)]
+    return [replace(p.program, name=p.name) for p in wanted], sizes[ROWS.name]
 
 
 def _stores(program: Program) -> list[str]:

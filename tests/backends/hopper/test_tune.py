@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from codetta.audit.tuning import Tuning, plans_of, preset_of
+from codetta.author.file import load
+from codetta.author.kernels import gemms_of
 from codetta.backends.hopper import choose as choosing
 from codetta.backends.hopper import tune as tuning
 from codetta.backends.hopper.config import BUCKETS, Config, fits
 from codetta.backends.hopper.emulate import emulate
 from codetta.backends.hopper.space import space
-from codetta.backends.hopper.tune import Case, Made, Pick, cases_of, tune
+from codetta.backends.hopper.tune import Case, Made, Pick, cases_of, cases_of_programs, tune
+from codetta.cli import app
+from codetta.cli import tune as tune_command
+from codetta.core.types import bf16
 from codetta.errors import SettingsError
 from codetta.lang.source import parse_program
 from codetta.partition.plan import Plan, Step
@@ -67,6 +76,9 @@ class Bench:
         self.now += rounds
         self.heats.append(list(picks))
         return {(c, config): self.times(c, config) for c, config in picks}
+
+    def time_alone(self, picks, rounds, seconds):
+        return self.time(picks, rounds, seconds)
 
 
 def flat(best: Config, us: float = 800.0) -> Callable[[Case, Config | None], float]:
@@ -218,7 +230,34 @@ def test_a_model_is_tuned_from_end_to_end(llama):
     assert all(f.winner is not None and fits(f.case.lowered, f.winner) for f in found)
     report = Tuning("NVIDIA H200", found, [], [], 1.0).to_json()
     assert len(report["programs"]) == len(cases)
+    tried = report["programs"][0]["tried"]
+    assert [t["us"] for t in tried] == sorted(900.0 + len(t["config"]) for t in tried)
     assert all(line["winner"] != "library" for line in report["programs"])
+
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "epilogues").glob("*.py"))
+
+
+def test_the_programs_of_files_are_tuned_at_their_sizes(tmp_path, monkeypatch):
+    """By the command: each program by its own name, with what was tried; the winner serves from then on."""
+    monkeypatch.setenv("CODETTA_CACHE_DIR", str(tmp_path))
+    best = Config(128, 160, pingpong=True, narrow=True)
+    known = Bench(flat(best))
+    bench = SimpleNamespace(
+        compile=known.compile, right=known.right, time=known.time, time_alone=known.time_alone, wrong=[]
+    )
+    monkeypatch.setattr(tune_command, "get_bench", lambda progress: bench)
+    called = CliRunner().invoke(app, ["tune", str(EXAMPLES[1]), f"{EXAMPLES[10]}::online_lse", "--json"])
+    assert called.exit_code == 0, called.output
+    lines = {line["name"]: line for line in json.loads(called.stdout)["programs"]}
+    assert lines.keys() == {"residual_rms", "scaled", "online_lse"}
+    assert {(line["n"], line["k"], line["tokens"]) for line in lines.values()} == {(4096, 4096, 16_384)}
+    assert all(len(line["tried"]) >= 5 for line in lines.values())
+    assert (lines["online_lse"]["winner"], lines["online_lse"]["us"]) == (str(best), 800.0)
+    (authored,) = load(f"{EXAMPLES[10]}::online_lse")
+    (p,), rows = gemms_of(authored, bf16, derived=False)
+    assert choosing.choose(p, rows)[1] == best
+    choosing.forget()
 
 
 def product(form: str, a, b, dtype=torch.float32):
@@ -242,19 +281,34 @@ def emulated(job, made, outputs, factor: float = 1.0) -> None:
 @pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_a_kernel_is_compared_with_the_reference(llama, monkeypatch, factor):
     """At an odd number of rows; an accumulator that is a tenth too large does not pass."""
+    for c in (c for c in llama if c.lowered.cols < 10_000 and c.key.k < 10_000):
+        compared(c, monkeypatch, factor)
+
+
+@pytest.mark.skipif(find_spec("quack") is None, reason="kernels need codetta[hopper]")
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda f: f.stem)
+def test_so_is_a_file_s(file, monkeypatch):
+    for authored in load(str(file)):
+        few = {name: min(size, 512) for name, size in authored.sizes.items()} | {"K": 128}
+        programs, _ = gemms_of(replace(authored, sizes=few), bf16, derived=True)
+        for c in cases_of_programs([p for p in programs if not choosing.is_bare(p)], [512]):
+            compared(c, monkeypatch, 1.0)
+
+
+def compared(c: Case, monkeypatch, factor: float) -> None:
+    """A case as the bench of a GPU judges it, its kernel emulated."""
     from codetta.backends.hopper import trial
     from codetta.backends.hopper.gemm import job_with  # QuACK takes seconds to import
 
     monkeypatch.setattr(trial, "matmul", product)
     monkeypatch.setattr(trial, "compiled", lambda job: job)
     monkeypatch.setattr(trial, "values", lambda lowered, loads, outputs: outputs)
-    for c in (c for c in llama if c.lowered.cols < 10_000 and c.key.k < 10_000):
-        made = trial.Trial(c, 129, "cpu")
-        monkeypatch.setattr(trial, "launch", lambda job, a, b, out, made=made: emulated(job, made, out, factor))
-        job = job_with(c.program, c.lowered, space(c.lowered, 256)[0])
-        found = list(made.errors(job))
-        right = [e < (trial.TILE_ERROR if tile else trial.SUM_ERROR) for tile, e in found]
-        assert all(right) == (factor == 1.0), (c.program.name, found)
+    made = trial.Trial(c, 129, "cpu")
+    monkeypatch.setattr(trial, "launch", lambda job, a, b, out, made=made: emulated(job, made, out, factor))
+    job = job_with(c.program, c.lowered, space(c.lowered, 256)[0])
+    found = list(made.errors(job))
+    right = [e < (trial.TILE_ERROR if tile else trial.SUM_ERROR) for tile, e in found]
+    assert all(right) == (factor == 1.0), (c.program.name, found)
 
 
 @pytest.mark.skipif(find_spec("quack") is None, reason="kernels need codetta[hopper]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from codetta.backends.reference.execute import compile_body
 from codetta.backends.reference.tiles import fold
 from codetta.core.types import Kind, Type
 from codetta.ir.program import Program, is_partial
-from codetta.timing import Variant, gemm_filler, measure
+from codetta.timing import Timing, Variant, gemm_filler, measure, measure_alone
 
 CHECKED_ROWS = 1001  # odd, and no multiple of a tile
 TILE_ERROR = 1e-2  # of a 16-bit output, relative: rounding alone gives 2e-3 in bf16
@@ -55,7 +55,7 @@ class Trial:
         }
 
     def _normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=self.random, dtype=dtype, device=self.device)
+        return torch.randn(tuple(shape), generator=self.random, dtype=dtype, device=self.device)
 
     def _operand(self, t: Type, columns: int) -> Tensor:
         shape = [d if isinstance(d, int) else self.rows for d in (t.rows, t.cols) if d is not None]
@@ -160,7 +160,15 @@ class Gpu:
         return not bad
 
     def time(self, picks: Sequence[Pick], rounds: int, seconds: float) -> Times:
-        """As many programs side by side as the memory holds."""
+        """Side by side, behind a filler."""
+        return self._by_groups(picks, seconds, partial(measure, rounds=rounds, filler=self._filler))
+
+    def time_alone(self, picks: Sequence[Pick], rounds: int, seconds: float) -> Times:
+        """Each over and over."""
+        return self._by_groups(picks, seconds, partial(measure_alone, rounds=rounds))
+
+    def _by_groups(self, picks: Sequence[Pick], seconds: float, take: Callable[..., dict[str, Timing]]) -> Times:
+        """As many programs at once as the memory holds."""
         found: Times = {}
         self._checks.clear()
         cases = list(dict.fromkeys(case for case, _ in picks))
@@ -172,25 +180,14 @@ class Gpu:
                 trials[cases[place]] = Trial(cases[place], cases[place].tokens)
                 place += 1
             group = [p for p in picks if p[0] in trials]
-            share = seconds * len(group) / total
-            found |= self._time(group, trials, rounds, share, f"timing {len(group)} kernels")
-            del trials
+            runs = {str(i): _run(trials[case], config) for i, (case, config) in enumerate(group)}
+            told = partial(self.progress, f"timing {len(group)} kernels")
+            with once():
+                timed = take(runs, budget=seconds * len(group) / total, progress=told)
+            found |= {pick: timed[str(i)].median for i, pick in enumerate(group)}
+            del trials, runs
             torch.cuda.empty_cache()
         return found
-
-    def _time(
-        self, group: Sequence[Pick], trials: Mapping[Case, Trial], rounds: int, seconds: float, name: str
-    ) -> Times:
-        runs = {str(i): _run(trials[case], config) for i, (case, config) in enumerate(group)}
-        with once():
-            timed = measure(
-                runs,
-                rounds=rounds,
-                filler=self._filler,
-                budget=seconds,
-                progress=lambda done, planned: self.progress(name, done, planned),
-            )
-        return {pick: timed[str(i)].median for i, pick in enumerate(group)}
 
 
 def _run(trial: Trial, config: Any) -> Callable[[], object]:

@@ -1,11 +1,12 @@
-"""Which configuration is fastest: many are timed a little, the best of them with their neighbours, the last few longer.
+"""Which configuration is fastest: many are timed a little, the best of them with their neighbours, the last few each
+in a run of its own, at the clock that its power allows.
 
 The search knows no GPU: what compiles and times is a ``Bench``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -20,8 +21,8 @@ from codetta.partition.plan import Plan
 
 SLIGHT = 8  # spilled registers a thread and tile that cost less than the differences looked for
 DEEP = 3  # stages of A and B from which loads overlap products: those hold two, the last and the next
-FIRST, SECOND, LAST = 3, 5, 21  # rounds of each heat
-KEPT, SEEDS, FINALISTS = 3, 2, 4  # who goes on to the second heat, who of them brings neighbours, who to the last
+FIRST, SECOND, LAST = 3, 5, 3  # rounds of each heat
+KEPT, SEEDS, FINALISTS = 3, 2, 6  # who goes on to the second heat, who of them brings neighbours, who to the last
 COMPILING = 0.5  # the part of the budget after which no more kernels are compiled
 MARGIN = 0.005  # a default stays, and the library's GEMM stays, unless the winner is faster by more
 
@@ -72,16 +73,22 @@ class Bench(Protocol):
         """Median times in microseconds, all taken side by side; fewer rounds where they would take longer."""
         ...
 
+    def time_alone(self, picks: Sequence[Pick], rounds: int, seconds: float) -> Times:
+        """Median times in microseconds, each taken in a run of its own."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A case's winner (None: the library), and the times of it, of the default and of the library's bare GEMM."""
+    """A case's winner (None: the library), and the times of it, of the default and of the library's bare GEMM; of all
+    configurations of the last heat, the fastest first."""
 
     case: Case
     winner: Config | None
     us: float
     default_us: float
     library_us: float
+    tried: tuple[tuple[Config, float], ...] = ()
 
     @property
     def entry(self) -> Entry:
@@ -91,8 +98,12 @@ class Found:
 
 def cases_of(plans: Iterable[Plan], tokens: Sequence[int]) -> list[Case]:
     """The distinct programs of some plans at each number of tokens; of alike programs the first stands for all."""
+    return cases_of_programs([s.program for plan in plans for s in plan.steps if s.kind == "gemm"], tokens)
+
+
+def cases_of_programs(programs: Sequence[Program], tokens: Sequence[int]) -> list[Case]:
+    """The same of programs; those that are no single kernel are left out."""
     found: dict[Key, Case] = {}
-    programs = [s.program for plan in plans for s in plan.steps if s.kind == "gemm"]
     for count in tokens:
         for program in programs:
             try:
@@ -132,8 +143,8 @@ def tune(
         times |= bench.time(_with_library(cases, [*again, *found]), SECOND, left())
         keep([_found(case, times) for case in cases])
     last = [(case, c) for case in cases for c in _finalists(case, times)]
-    final = bench.time(_with_library(cases, last), LAST, left())
-    winners = [_found(case, final) for case in cases]
+    final = bench.time_alone(_with_library(cases, last), LAST, left())
+    winners = [replace(_found(case, final), tried=_tried(case, final)) for case in cases]
     keep(winners)
     return winners
 
@@ -167,9 +178,13 @@ def _with_library(cases: Sequence[Case], picks: Sequence[Pick]) -> list[Pick]:
     return list(dict.fromkeys([*((case, None) for case in cases), *picks]))
 
 
+def _tried(case: Case, times: Times) -> tuple[tuple[Config, float], ...]:
+    ours = [(config, us) for (c, config), us in times.items() if c == case and config is not None]
+    return tuple(sorted(ours, key=lambda pair: pair[1]))
+
+
 def _best(case: Case, times: Times, count: int) -> list[Config]:
-    ours = {config: us for (c, config), us in times.items() if c == case and config is not None}
-    return sorted(ours, key=lambda config: ours[config])[:count]
+    return [config for config, _ in _tried(case, times)[:count]]
 
 
 def _finalists(case: Case, times: Times) -> list[Config]:
