@@ -100,11 +100,12 @@ def _gelu(x: Node, y: Node) -> Node:
 
 
 def _gelu_tanh(x: Node, y: Node) -> Node:
-    square = mul(x, x)
-    t = apply(ops.TANH, mul(mul(x, sqrt(2 / pi)), add(1.0, mul(0.044715, square))))
-    slope = mul(sqrt(2 / pi), add(1.0, mul(3 * 0.044715, square)))
-    # where tanh is saturated, 1 - t*t is 0 and the slope large: the product is formed innermost first, never inf * 0
-    return add(mul(0.5, add(1.0, t)), mul(mul(mul(0.5, x), sub(1.0, mul(t, t))), slope))
+    """Of x s(v): with s(v) = (1 + tanh(v / 2)) / 2 it takes half the arithmetic, and nothing cancels."""
+    square, c = mul(x, x), 2 * sqrt(2 / pi)
+    s = apply(ops.SIGMOID, mul(mul(x, c), add(1.0, mul(0.044715, square))))
+    slope = mul(c, add(1.0, mul(3 * 0.044715, square)))
+    # where s is saturated, s (1 - s) is 0 and the slope large: the product is formed innermost first, never inf * 0
+    return add(s, mul(mul(mul(s, sub(1.0, s)), x), slope))
 
 
 def _sign(x: Node) -> Node:
