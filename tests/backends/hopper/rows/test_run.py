@@ -255,14 +255,15 @@ def test_log_sum_exp_of_parts_that_are_none(parts: int):
 
 @pytest.mark.parametrize("parts", [1, 3, 8, 1002, 2051])
 def test_log_sum_exp_where_one_part_is_all(parts: int):
-    """A target that is all but certain: its probability less one is what lse - z leaves, so that lse is z exactly,
-    whatever was rounded under way; elsewhere it is float64's to a unit in the last place."""
+    """A target that is all but certain: its probability less one is what lse - z leaves, so that lse is z to half a
+    unit of one, whatever its size and whatever was rounded under way; elsewhere it is float64's to a unit in the last
+    place."""
     s = build.input_("s", colvec())
     p = Program("fold", "finalize", (s,), (("s", s),))
     top = 100 * torch.randn(40)
     x = (top[:, None] - 40 - 50 * torch.rand(40, parts)).contiguous()
     x[torch.arange(40), torch.randint(parts, (40,))] = top
-    assert torch.equal(run(p, [x], 40, {"s": source("lse", Kind.COLVEC)})["s"], top)
+    assert ((run(p, [x], 40, {"s": source("lse", Kind.COLVEC)})["s"] - top).abs() <= 2.0**-24).all()
     x = 30 * torch.randn(40, parts) + 200
     want = x.double().logsumexp(1)
     got = run(p, [x], 40, {"s": source("lse", Kind.COLVEC)})["s"]
