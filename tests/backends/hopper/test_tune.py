@@ -60,6 +60,7 @@ class Bench:
     stages: Callable[[Config], int | None] = lambda c: None
     wrong: Callable[[Config], bool] = lambda c: False
     compiles: Callable[[Config], bool] = lambda c: True
+    alone: Callable[[Case, Config | None], float] | None = None
     heats: list[list[Pick]] = field(default_factory=list)
     compiled: list[Config] = field(default_factory=list)
     now: float = 0.0
@@ -78,7 +79,8 @@ class Bench:
         return {(c, config): self.times(c, config) for c, config in picks}
 
     def time_alone(self, picks, rounds, seconds):
-        return self.time(picks, rounds, seconds)
+        found = self.time(picks, rounds, seconds)
+        return {pick: self.alone(*pick) for pick in found} if self.alone else found
 
 
 def flat(best: Config, us: float = 800.0) -> Callable[[Case, Config | None], float]:
@@ -99,6 +101,22 @@ def test_the_fastest_wins_and_few_are_timed_long():
     first, _, last = bench.heats
     assert len(first) > 10
     assert len(last) <= tuning.FINALISTS + 2  # with the default and the library
+
+
+def test_other_tiles_are_timed_by_themselves():
+    """Behind the filler, neighbours of one tile are the fastest; by itself another tile is."""
+    tile, other = Config(128, 128, pingpong=True, narrow=True), Config(128, 192, pingpong=True, narrow=True)
+
+    def behind(c, config):
+        same = config is not None and config.tile_n == tile.tile_n and config.pingpong
+        return 1000.0 if config is None else 800.0 + len(str(config)) if same else 880.0 if config == other else 1500.0
+
+    bench = Bench(behind)
+    bench.alone = lambda c, config: 700.0 if config == other else behind(c, config)
+    (found,) = run(bench, case(RESIDUAL, default=tile))
+    assert (found.winner, found.us) == (other, 700.0)
+    assert len({c for _, c in bench.heats[-1]}) <= tuning.FINALISTS + 2
+    assert not [c for _, c in bench.heats[-1] if c is not None and behind(None, c) == 1500.0 and c.pingpong]
 
 
 def test_a_neighbour_of_a_good_tile_is_found():

@@ -23,6 +23,7 @@ SLIGHT = 8  # spilled registers a thread and tile that cost less than the differ
 DEEP = 3  # stages of A and B from which loads overlap products: those hold two, the last and the next
 FIRST, SECOND, LAST = 3, 5, 3  # rounds of each heat
 KEPT, SEEDS, FINALISTS = 3, 2, 6  # who goes on to the second heat, who of them brings neighbours, who to the last
+BEHIND = 1.1  # how much longer than the fastest a tile may take behind the filler, and be timed by itself
 COMPILING = 0.5  # the part of the budget after which no more kernels are compiled
 MARGIN = 0.005  # a default stays, and the library's GEMM stays, unless the winner is faster by more
 
@@ -188,8 +189,13 @@ def _best(case: Case, times: Times, count: int) -> list[Config]:
 
 
 def _finalists(case: Case, times: Times) -> list[Config]:
+    """The fastest, the fastest of each other tile that is not far behind, since tiles differ in power, and the default;
+    then others by their time."""
     known = [case.default] if (case, case.default) in times and case.default is not None else []
-    return list(dict.fromkeys([*_best(case, times, FINALISTS), *known]))
+    order = _tried(case, times)
+    tiles = {(c.tile_m, c.tile_n, c.pingpong): c for c, us in reversed(order) if us <= BEHIND * order[0][1]}
+    chosen = sorted(tiles.values(), key=[c for c, _ in order].index)
+    return list(dict.fromkeys([*[*chosen, *(c for c, _ in order if c not in chosen)][:FINALISTS], *known]))
 
 
 def _found(case: Case, times: Times) -> Found:
