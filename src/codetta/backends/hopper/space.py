@@ -74,7 +74,8 @@ def candidates(lowered: Lowered, k: int = 0, rows: int = BUCKETS[-1]) -> list[Co
     the bytes, would take 13 cooperative ones; such a default took 9 to 17 % more than the bare GEMM."""
     found = [c for c in _class_of(lowered) if fits(lowered, c)]
     does_much = bool(lowered.sinks) or traffic(lowered) > 2 or _is_long(lowered)
-    return sorted(found, key=lambda c: (does_much and not c.pingpong, cost(lowered, c, k, rows))) if k else found
+    last = does_much and not _is_of_softmaxes(lowered)
+    return sorted(found, key=lambda c: (last and not c.pingpong, cost(lowered, c, k, rows))) if k else found
 
 
 def _class_of(lowered: Lowered) -> tuple[Config, ...]:
@@ -84,7 +85,7 @@ def _class_of(lowered: Lowered) -> tuple[Config, ...]:
         return WIDE_HEADS if lowered.statistics and lowered.half >= 64 else GUARDED
     if lowered.mode != "element" or lowered.grain or any(o.inside for o in lowered.operands):
         return HALVES
-    if sum(s.kind == "lse" for s in lowered.sinks) > 1:
+    if _is_of_softmaxes(lowered):
         return SOFTMAXES
     if any(s.kind in ("lse", "select") for s in lowered.sinks) or any(o.kind == "hit" for o in lowered.operands):
         crowded = lowered.stores and len(lowered.sinks) > 1 and (lowered.operands or "round_" not in lowered.source)
@@ -103,6 +104,11 @@ def _by_what_it_moves(lowered: Lowered) -> tuple[Config, ...]:
     if lowered.sinks or traffic(lowered) > 2:
         return STREAM
     return (SQUARE, WIDE) if _is_long(lowered) and traffic(lowered) > 1 else PLAIN
+
+
+def _is_of_softmaxes(lowered: Lowered) -> bool:
+    """Whether it takes several log-sum-exps, whose registers only a cooperative tile has."""
+    return sum(s.kind == "lse" for s in lowered.sinks) > 1
 
 
 def _is_long(lowered: Lowered) -> bool:
