@@ -64,9 +64,9 @@ def _sums(seen: HeadTask) -> Half:
 
 
 def _note(seen: HeadTask) -> str:
-    taken = seen.held
-    slabs_ = "one slab" if len(taken) == 1 else f"a loop over {len(taken)} slabs of {taken[0].columns:,} columns"
-    return f"a linear layer with its loss, {seen.mode}: logits {HELD[taken[0].how]}, backward as {slabs_}"
+    first, count = seen.held[0], len(seen.held)
+    slabs_ = "one slab" if count == 1 else f"a loop over {count} slabs of {first.columns:,} columns"
+    return f"a linear layer with its loss, {seen.mode}: logits {HELD[first.how]}, backward as {slabs_}"
 
 
 def _layers(call: fx.Node) -> tuple[str, ...]:

@@ -166,15 +166,12 @@ def steps(sizes: Sizes, held: tuple[Slab, ...], given_up: bool) -> tuple[Slab, .
     return tuple(p for s in held for p in (cut(s.start, s.stop, width, s.how) if s.how == "own" else (s,)))
 
 
-def peak(sizes: Sizes, held: tuple[Slab, ...], given_up: bool = True) -> int:
+def peak(sizes: Sizes, held: tuple[Slab, ...]) -> int:
     """The most bytes of a training step above x, weight and upstream gradient, of what grows with features or columns:
-    held logits, both gradients, and what a slab takes. ``given_up``: no second backward is to come."""
+    held logits, both gradients, and what a slab takes. No second backward is to come."""
     column = sizes.tokens * sizes.itemsize
-    lends = any(s.how == "lent" for s in held)
-    kept = sum(s.columns for s in held if s.how == "own") * column + (sizes.weight if lends else 0)
-    gradient = 0 if lends and given_up else sizes.weight
-    taken = steps(sizes, held, given_up)
-    buffers = [0 if s.how == "own" and given_up else s.columns * column for s in taken]
-    if len(taken) == 1:
-        return kept + gradient + sizes.rounded + buffers[0]
-    return kept + gradient + sizes.sums + max(*buffers, sizes.rounded)
+    kept = sum(s.columns for s in held if s.how == "own") * column + sizes.weight  # the gradient, lent before or not
+    buffers = [0 if s.how == "own" else s.columns * column for s in held]
+    if len(held) == 1:
+        return kept + sizes.rounded + buffers[0]
+    return kept + sizes.sums + max(*buffers, sizes.rounded)

@@ -50,7 +50,7 @@ class Executable:
         self.places = {name: i for i, name in enumerate(names)}
         self.outputs = {v.buffer: self.places[v.buffer] for _, v in plan.outputs}
         by_gemms = {name for s in plan.steps if s.program.gemm is not None for name in (s.a, *s.b, *s.loads)}
-        self.by_rows = [i for i, name in enumerate(plan.inputs) if name not in by_gemms]
+        self.by_rows = {i for i, name in enumerate(plan.inputs) if name not in by_gemms}
         self._maps: dict[str, RowKernel] = {}
         self._schedules: dict[tuple[int, torch.device, Collection[str], Strided], Schedule] = {}
 
@@ -66,18 +66,21 @@ class Executable:
         if rows == 0:  # nothing to launch: shapes and zeros only
             return Reference(self.plan).run(inputs, 0, into=into)
         tensors: Tensors = [inputs[name] for name in self.plan.inputs]
-        device, strided = device_of(tensors), () if given_up else self._strided(tensors)
+        device, loose = device_of(tensors), [i for i, t in enumerate(tensors) if not t.is_contiguous()]
+        strided = self._strided(tensors, loose) if loose and not given_up else ()
         schedule = self._schedules.get((rows, device, given_up, strided))
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            self._run(schedule or self._schedule(rows, device, given_up, strided), tensors, device, into)
+            self._run(schedule or self._schedule(rows, device, given_up, strided), tensors, loose, device, into)
         else:
             with on_device(device):
-                self._run(schedule or self._schedule(rows, device, given_up, strided), tensors, device, into)
+                self._run(schedule or self._schedule(rows, device, given_up, strided), tensors, loose, device, into)
         return {name: tensors[place] for name, place in self.outputs.items()}
 
-    def _run(self, schedule: Schedule, tensors: Tensors, device: torch.device, into: Mapping[str, Tensor]) -> None:
+    def _run(
+        self, schedule: Schedule, tensors: Tensors, loose: list[int], device: torch.device, into: Mapping[str, Tensor]
+    ) -> None:
         stream = stream_of(device)
-        make_ready(tensors, schedule.read_by_tma, schedule.strided)
+        make_ready(tensors, [i for i in loose if i not in schedule.strided], schedule.read_by_tma)
         tensors += [None] * (schedule.size - len(tensors))
         for name, t in into.items():
             tensors[self.places[name]] = t
@@ -87,10 +90,10 @@ class Executable:
                 for place in dying:
                     tensors[place] = None
 
-    def _strided(self, tensors: Tensors) -> Strided:
-        """Inputs that are columns of something wider, where only generated maps read them, which take rows at any
-        stride."""
-        found = [(i, tensors[i]) for i in self.by_rows if not tensors[i].is_contiguous()]
+    def _strided(self, tensors: Tensors, loose: list[int]) -> Strided:
+        """The ``loose`` inputs that are columns of something wider, where only generated maps read them, which take
+        rows at any stride."""
+        found = [(i, tensors[i]) for i in loose if i in self.by_rows]
         return tuple((i, t.stride(0)) for i, t in found if t.dim() == 2 and t.stride(1) == 1)
 
     def _schedule(self, rows: int, device: torch.device, given_up: frozenset[str], strided: Strided) -> Schedule:
@@ -132,13 +135,12 @@ def _is_library(stored: Stored) -> bool:
     return stored.job is None and stored.step.program.gemm is not None
 
 
-def make_ready(tensors: Tensors, read_by_tma: list[int], strided: Collection[int] = ()) -> None:
-    """Inputs as kernels take them: themselves, or copies where they are not contiguous (but those that may be
-    ``strided``), or begin where TMA cannot read (a view into odd memory)."""
+def make_ready(tensors: Tensors, loose: list[int], read_by_tma: list[int]) -> None:
+    """Inputs as kernels take them: themselves, or copies where they are ``loose`` in memory, or begin where TMA cannot
+    read (a view into odd memory)."""
     bits = 0
-    for i, t in enumerate(tensors):
-        if not t.is_contiguous() and i not in strided:
-            tensors[i] = t.contiguous()
+    for i in loose:
+        tensors[i] = tensors[i].contiguous()
     for i in read_by_tma:
         bits |= tensors[i].data_ptr()
     if bits & ALIGNMENT:

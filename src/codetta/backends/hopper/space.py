@@ -73,8 +73,7 @@ def candidates(lowered: Lowered, k: int = 0, rows: int = BUCKETS[-1]) -> list[Co
     does much, cooperative tiles come last: of 29 measured winners 28 are ping-pong, where the model, which knows only
     the bytes, would take 13 cooperative ones; such a default took 9 to 17 % more than the bare GEMM."""
     found = [c for c in _class_of(lowered) if fits(lowered, c)]
-    does_much = bool(lowered.sinks) or traffic(lowered) > 2 or _is_long(lowered)
-    last = does_much and not _is_of_softmaxes(lowered)
+    last = (_is_rich(lowered) or _is_long(lowered)) and not _is_of_softmaxes(lowered)
     return sorted(found, key=lambda c: (last and not c.pingpong, cost(lowered, c, k, rows))) if k else found
 
 
@@ -101,9 +100,14 @@ def _by_what_it_moves(lowered: Lowered) -> tuple[Config, ...]:
         return SUMS
     if len(lowered.sinks) > 1 or traffic(lowered) > CROWDED:
         return STREAM[1:]  # 128x192 spills there
-    if lowered.sinks or traffic(lowered) > 2:
+    if _is_rich(lowered):
         return STREAM
     return (SQUARE, WIDE) if _is_long(lowered) and traffic(lowered) > 1 else PLAIN
+
+
+def _is_rich(lowered: Lowered) -> bool:
+    """Whether it reduces, or moves more than two tiles."""
+    return bool(lowered.sinks) or traffic(lowered) > 2
 
 
 def _is_of_softmaxes(lowered: Lowered) -> bool:
