@@ -13,8 +13,14 @@ from codetta.capture.loss_head import HeadTask, LossHead, task_of
 from codetta.capture.names import layer_of
 from codetta.capture.normalise import is_parameter
 from codetta.capture.traffic import moved
-from codetta.nn.head_graphs import backward_plan, statistics_graph, statistics_plan
-from codetta.nn.slabs import peak
+from codetta.nn.head_graphs import (
+    backward_plan,
+    exponentials_plan,
+    from_exponentials_plan,
+    statistics_graph,
+    statistics_plan,
+)
+from codetta.nn.slabs import EXPONENTIALS, peak
 from codetta.partition.cost import MACHINES
 from codetta.partition.lifetime import Peak
 from codetta.partition.plan import Plan
@@ -41,8 +47,7 @@ def head_parts(graph: CapturedGraph) -> Iterator[HeadPart]:
 def _part_of(found: LossHead) -> HeadPart:
     seen = task_of(found.call)
     columns, tokens = seen.sizes.columns, seen.sizes.tokens
-    forward = statistics_plan(seen.head, columns, seen.names, seen.stored)
-    backward = backward_plan(seen.head, columns, seen.names, seen.wanted, seen.stored) if seen.wanted else EMPTY
+    forward, backward = _plans(seen, columns)
     eager = moved(found.replaced, found.sources, tokens)
     graph = statistics_graph(seen.head, columns, seen.names, False)
     fusion = plan_boundary_fusion(graph, seen.wanted, seen.names if seen.wanted else ())
@@ -51,6 +56,15 @@ def _part_of(found: LossHead) -> HeadPart:
     memory = Peak(peak(seen.sizes, seen.held), seen.sizes.logits if seen.stored and seen.wanted else 0)
     part = Part(key, _layers(found.call), tokens, halves[0], halves[1] + _sums(seen), memory, _note(seen))
     return HeadPart(part, (forward, backward))
+
+
+def _plans(seen: HeadTask, columns: int) -> tuple[Plan, Plan]:
+    if not seen.wanted:
+        return statistics_plan(seen.head, columns, seen.names, False), EMPTY
+    if seen.mode == EXPONENTIALS:
+        return exponentials_plan(seen.head, columns), from_exponentials_plan(seen.head, columns, seen.wanted)
+    forward = statistics_plan(seen.head, columns, seen.names, seen.stored)
+    return forward, backward_plan(seen.head, columns, seen.names, seen.wanted, seen.stored)
 
 
 def _sums(seen: HeadTask) -> Half:
@@ -66,7 +80,9 @@ def _sums(seen: HeadTask) -> Half:
 def _note(seen: HeadTask) -> str:
     first, count = seen.held[0], len(seen.held)
     slabs_ = "one slab" if count == 1 else f"a loop over {count} slabs of {first.columns:,} columns"
-    return f"a linear layer with its loss, {seen.mode}: logits {HELD[first.how]}, backward as {slabs_}"
+    what = "exponentials of logits" if seen.mode == EXPONENTIALS else "logits"
+    mode = "lean" if seen.mode == "lean" else "fast"
+    return f"a linear layer with its loss, {mode}: {what} {HELD[first.how]}, backward as {slabs_}"
 
 
 def _layers(call: fx.Node) -> tuple[str, ...]:

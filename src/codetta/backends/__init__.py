@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from codetta.backends.base import Backend
+from codetta.backends.base import Backend, HeadRows
 from codetta.backends.hopper.support import why_not, why_not_installed
 from codetta.errors import SettingsError, UnsupportedError
 from codetta.ir.program import Program
@@ -25,6 +25,13 @@ def get_backend(name: str) -> Backend:
         raise SettingsError(f"no backend {name!r}", hint=f"there are: {', '.join(sorted(BACKENDS))}")
     backend: Backend = importlib.import_module(BACKENDS[name]).Executable
     return backend
+
+
+def head_rows(name: str) -> HeadRows:
+    """A backend's functions of a head's rows."""
+    found: Any = importlib.import_module(f"codetta.backends.{name}.exponentials")
+    rows: HeadRows = found
+    return rows
 
 
 def get_bench(progress: Callable[[str, int, int], None]) -> Any:

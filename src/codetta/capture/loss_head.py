@@ -21,7 +21,7 @@ from codetta.errors import CaptureError
 from codetta.nn.head_graphs import LSE, TARGET, TOTAL, Head
 from codetta.nn.head_run import slab_plans
 from codetta.nn.linear_cross_entropy import Memory, linear_cross_entropy, mode_of
-from codetta.nn.slabs import GRAIN, Sizes, Slab, slabs
+from codetta.nn.slabs import EXPONENTIALS, GRAIN, Sizes, Slab, slabs
 from codetta.partition.plan import Plan
 
 aten = torch.ops.aten
@@ -56,8 +56,8 @@ class HeadTask:
 
     @property
     def stored(self) -> bool:
-        """Whether forward stores logits."""
-        return self.mode == "fast" and bool(self.wanted)
+        """Whether forward stores logits, or their exponentials."""
+        return self.mode in ("fast", EXPONENTIALS) and bool(self.wanted)
 
     @property
     def held(self) -> tuple[Slab, ...]:
@@ -105,7 +105,7 @@ def task_of(call: fx.Node) -> HeadTask:
     names = (LSE, TARGET, *([TOTAL] if options["label_smoothing"] else []))
     given = {"x": x, "weight": weight, "bias": bias} if call.meta["val"].requires_grad else {}
     wanted = tuple(n for n, t in given.items() if t is not None and t.requires_grad)
-    return HeadTask(head, sizes, names, wanted, mode_of(sizes, options["memory"], False, x.device))
+    return HeadTask(head, sizes, names, wanted, mode_of(head, names, sizes, options["memory"], False, x.device))
 
 
 def head_memory(memory: str) -> Memory:

@@ -173,6 +173,34 @@ def weight_plan(dtype: DType, cols: int, features: int) -> Plan:
 
 
 @lru_cache(maxsize=256)
+def exponentials_plan(head: Head, cols: int) -> Plan:
+    """From x, weight, ``index`` and a number ``near`` each row's logits to exp(z - near), ``held``, rounded once; and
+    less ``near`` the log-sum-exp and the target's logit, from what is not rounded."""
+    linear, (x, weight) = head.linear(cols)
+    index, near = input_("index", colvec(i32)), input_("near", colvec(linear.type.dtype))
+    z = sub(head.logits(linear), near)
+    e = apply(ops.EXP, z)
+    found = (LSE, apply(ops.LOG, sum_row(e))), (TARGET, select_column(z, index)), ("held", cast(e, head.dtype))
+    return make_plan(Graph((x, weight, index, near), found))
+
+
+@lru_cache(maxsize=256)
+def from_exponentials_plan(head: Head, cols: int, wanted: tuple[str, ...]) -> Plan:
+    """The gradients ``wanted`` of x and weight, where the logits' are ``held`` times a ``factor`` of each row. Run is
+    that of x; ``weight_plan`` gets x times the factor, in memory that the input's gradient takes afterwards."""
+    held, factor = input_("held", tile(cols, head.dtype)), input_("factor", colvec(compute_dtype(head.dtype)))
+    x, weight = (
+        input_("x", tile(head.features, head.dtype)),
+        input_("weight", tile(head.features, head.dtype, rows=cols)),
+    )
+    made = {
+        "x": lambda: cast(mul(matmul(held, weight, "nn"), factor), head.dtype),
+        "weight": lambda: cast(matmul(held, cast(mul(x, factor), head.dtype), "tn"), head.dtype),
+    }
+    return _plan([held, x, weight, factor], {f"d_{n}": made[n]() for n in wanted})
+
+
+@lru_cache(maxsize=256)
 def backward_plan(head: Head, cols: int, given: tuple[str, ...], wanted: tuple[str, ...], stored: bool) -> Plan:
     """All of backward, the gradients ``wanted`` of x, weight and bias, for whoever counts and reads: run is
     ``gradient_plan`` for each slab, with GEMMs of the library's behind it."""

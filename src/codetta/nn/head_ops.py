@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from codetta.backends.reference.evaluate import DTYPE_OF
+from codetta.nn import exponentials
 from codetta.nn.head_graphs import DIFFERENTIABLE, LSE, Head
 from codetta.nn.head_run import NOTHING_HELD, Call, Wanted, What, backward, forward
-from codetta.nn.slabs import cut
+from codetta.nn.slabs import EXPONENTIALS, cut
 from codetta.runtime.library import keeps_graph, kept_for_later, no_second_derivative
 
 LIBRARY = torch.library.Library("codetta", "FRAGMENT")
@@ -65,7 +66,9 @@ def _as_written(ts: list[Tensor]) -> Iterator[None]:
 
 def _forward(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
     with _as_written(ts):
-        found, held = forward(_call(ts, what), _names(wanted))
+        call = _call(ts, what)
+        by_exponentials = call.what.mode == EXPONENTIALS
+        found, held = exponentials.forward(call) if by_exponentials else forward(call, _names(wanted))
     return [*found, *held]
 
 
@@ -73,6 +76,9 @@ def _forward_fake(ts: list[Tensor], what: str, wanted: str) -> list[Tensor]:
     call = _call(ts, what)
     x, columns = call.x, call.weight.shape[0]
     sums = x.new_empty(x.shape[:1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if call.what.mode == EXPONENTIALS:
+        held = [x.new_empty((x.shape[0], columns)), torch.empty_like(sums), torch.empty_like(sums)]
+        return [*(torch.empty_like(sums) for _ in _names(wanted)), *held]
     whole = tuple(cut(0, columns, columns, "own")) if call.what.mode == "fast" else ()
     cuts = call.slabs if call.what.lends else whole
     held = [x.new_empty((x.shape[0], s.columns)) for s in cuts if s.how == "own"]
@@ -109,7 +115,11 @@ def _gradients(
     lse, *held = kept
     named = dict(zip(_names(given), grads, strict=True))
     with _as_written(ts):
-        found = backward(_call(ts, what), lse, held, named, Wanted(*needed), given_up)
+        call, asked = _call(ts, what), Wanted(*needed)
+        if call.what.mode == EXPONENTIALS:
+            found = exponentials.backward(call, held, named, asked)
+        else:
+            found = backward(call, lse, held, named, asked, given_up)
     return [g for g in found if g is not None]
 
 

@@ -17,8 +17,19 @@ from codetta.backends.hopper.support import why_not
 from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.core.types import compute_dtype
 from codetta.nn.head_gemms import InputGradient, weight_gradient
-from codetta.nn.head_graphs import LARGEST, LSE, TARGET, TOTAL, Head, gradient_plan, statistics_plan, weight_plan
-from codetta.nn.slabs import GRAIN, Sizes, Slab, regions, slabs, steps
+from codetta.nn.head_graphs import (
+    LARGEST,
+    LSE,
+    TARGET,
+    TOTAL,
+    Head,
+    exponentials_plan,
+    from_exponentials_plan,
+    gradient_plan,
+    statistics_plan,
+    weight_plan,
+)
+from codetta.nn.slabs import EXPONENTIALS, GRAIN, Sizes, Slab, regions, slabs, steps
 from codetta.partition.plan import Plan
 
 NOTHING_HELD = "none"  # the mode of a forward without a backward
@@ -39,20 +50,21 @@ class Piece:
         return {name: found[b] for name, b in self.buffers.items()}
 
 
-def _piece(backend: str, plan: Plan) -> Piece:
+def piece(backend: str, plan: Plan) -> Piece:
+    """A plan ready to run."""
     return Piece(get_backend(backend)(plan), plan.inputs, {name: view.buffer for name, view in plan.outputs})
 
 
 @lru_cache(maxsize=256)
 def _statistics(backend: str, head: Head, cols: int, wanted: tuple[str, ...], stored: bool) -> Piece:
-    return _piece(backend, statistics_plan(head, cols, wanted, stored))
+    return piece(backend, statistics_plan(head, cols, wanted, stored))
 
 
 @lru_cache(maxsize=256)
 def _gradient(
     backend: str, head: Head, cols: int, given: tuple[str, ...], outputs: tuple[str, ...], kept: bool
 ) -> Piece:
-    return _piece(backend, gradient_plan(head, cols, given, outputs, kept))
+    return piece(backend, gradient_plan(head, cols, given, outputs, kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +177,7 @@ def plans(head: Head, columns: int, tokens: int) -> list[Plan]:
     loss."""
     sizes = Sizes(tokens, head.features, columns, head.dtype.bytes)
     ways = [(mode, lends) for mode in ("fast", "lean") for lends in (True, False)]
+    ways.append((EXPONENTIALS, False))
     return list(dict.fromkeys(p for way in ways for p in slab_plans(head, sizes, *way)))
 
 
@@ -172,6 +185,12 @@ def slab_plans(
     head: Head, sizes: Sizes, mode: str, lends: bool, names: tuple[str, ...] = (LSE, TARGET), *, trains: bool = True
 ) -> list[Plan]:
     """The plans with a GEMM of a step that holds logits that way; what ``trains`` not has no backward."""
+    if mode == EXPONENTIALS and trains:
+        behind = [
+            from_exponentials_plan(head, sizes.columns, ("x",)),
+            weight_plan(head.dtype, sizes.columns, head.features),
+        ]
+        return [exponentials_plan(head, sizes.columns), *behind]
     held = slabs(sizes, mode, lends)
     found = [statistics_plan(head, s.columns, names, s.how != "again") for s in regions(held, sizes.fused)]
     if not trains:
@@ -202,7 +221,7 @@ def backward(
     pieces = [p for s in cuts for p in _pieces(call, s, next(own) if s.how == "own" else None, given_up)]
     dx = InputGradient(single=len(pieces) == 1)
     shared = {LSE: lse, **{f"d_{name}": g for name, g in grads.items()}}
-    with _exact(call.x.device):
+    with exact(call.x.device):
         for s, own_logits in pieces:
             kept = call.lent(memory, s) if s.how == "lent" and memory is not None else own_logits
             found = _slab_gradients(call, s, kept, shared, wanted, given_up)
@@ -217,7 +236,8 @@ def backward(
     return dx.rounded(call.x) if wanted.x else None, dw, db
 
 
-def _exact(device: torch.device) -> AbstractContextManager[None]:
+def exact(device: torch.device) -> AbstractContextManager[None]:
+    """Products of the library's that are rounded once."""
     return once() if device.type == "cuda" else nullcontext()
 
 
@@ -248,6 +268,6 @@ def _slab_gradients(
     found: dict[str, Tensor] = {}
     for name in outputs:  # the logits last, as they may be written over what the bias's sum reads
         into = {"d_logits": kept} if name == "logits" and s.how == "own" and given_up else NEW
-        piece = _gradient(call.backend, call.head, s.columns, given, (name,), True)
-        found |= piece({**values, "kept": kept}, rows, into)
+        run = _gradient(call.backend, call.head, s.columns, given, (name,), True)
+        found |= run({**values, "kept": kept}, rows, into)
     return found

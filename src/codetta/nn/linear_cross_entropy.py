@@ -10,12 +10,14 @@ from torch import Tensor
 
 from codetta import settings
 from codetta.backends.autocast import autocast_dtype
+from codetta.backends.hopper.support import why_not
 from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.errors import SettingsError, ShapeError, TypeMismatch
 from codetta.nn import head_ops
-from codetta.nn.head_graphs import LARGEST, LOWER, LSE, TARGET, TOTAL, UPPER
+from codetta.nn.exponentials import suits
+from codetta.nn.head_graphs import LARGEST, LOWER, LSE, TARGET, TOTAL, UPPER, Head
 from codetta.nn.head_run import What
-from codetta.nn.slabs import Sizes, choose
+from codetta.nn.slabs import EXPONENTIALS, Sizes, choose, lent_columns
 
 Memory = Literal["auto", "fast", "lean"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -153,15 +155,19 @@ def _statistics(
 ) -> dict[str, Tensor]:  # fmt: skip
     lends = weight.requires_grad and torch.is_grad_enabled() and head_ops.is_plain(x, weight, bias)
     sizes = Sizes(x.shape[0], x.shape[1], weight.shape[0], x.dtype.itemsize)
-    what = What(*after, mode_of(sizes, memory, lends, x.device), lends)
+    head = Head(x.shape[1], DTYPE_OF[x.dtype], None if bias is None else DTYPE_OF[bias.dtype], *after)
+    what = What(*after, mode_of(head, tuple(names), sizes, memory, lends, x.device), lends)
     more = [t.contiguous() for t in (targets.shift, bias) if t is not None]
     ts = [x, weight.contiguous(), targets.index, *more]
     return dict(zip(names, torch.ops.codetta.head(ts, what.text, ",".join(names)), strict=True))
 
 
-def mode_of(sizes: Sizes, memory: str, lends: bool, device: torch.device) -> str:
-    """``fast`` or ``lean`` on that device."""
-    return choose(sizes, memory, lends, _device_bytes(device.type, device.index or 0))
+def mode_of(head: Head, names: tuple[str, ...], sizes: Sizes, memory: str, lends: bool, device: torch.device) -> str:
+    """``fast`` or ``lean`` on that device, or instead of ``fast`` exponentials, where nothing is lent."""
+    mode = choose(sizes, memory, lends, _device_bytes(device.type, device.index or 0))
+    keeps = mode == "fast" and not lent_columns(sizes, mode, lends)
+    here = device.type == "cpu" or why_not(device) is None
+    return EXPONENTIALS if keeps and here and suits(head, names, sizes) else mode
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -23,6 +23,7 @@ from codetta.errors import SettingsError
 
 How = Literal["own", "lent", "again"]
 MODES = ("auto", "fast", "lean")
+EXPONENTIALS = "exponentials"  # fast, and what is kept are no logits (``nn.exponentials``)
 
 GRAIN = 8  # columns: rows of whole 16 bytes
 SLAB_GRAIN = 256  # columns of a slab: whole tiles of a kernel
@@ -102,14 +103,14 @@ def slabs(sizes: Sizes, mode: str, lends: bool) -> tuple[Slab, ...]:
     """The slabs in the order in which backward takes them; all ``lent`` ones come first."""
     lent = lent_columns(sizes, mode, lends)
     width = slab_width(sizes, mode, lent > 0)
-    rest: How = "own" if mode == "fast" else "again"
+    rest: How = "again" if mode == "lean" else "own"
     found = list(cut(0, lent, width, "lent"))
     return (*found, *cut(lent, sizes.columns, sizes.columns if rest == "own" else width, rest))
 
 
 def lent_columns(sizes: Sizes, mode: str, lends: bool) -> int:
     """How many of the first columns have their logits in lent memory."""
-    fit = sizes.columns * sizes.features // max(sizes.stride, 1) if lends else 0
+    fit = sizes.columns * sizes.features // max(sizes.stride, 1) if lends and mode != EXPONENTIALS else 0
     fit = min(fit // GRAIN * GRAIN, sizes.columns)
     return 0 if mode == "fast" and fit < sizes.columns // WORTH // GRAIN * GRAIN else fit
 

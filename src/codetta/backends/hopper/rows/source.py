@@ -31,6 +31,17 @@ def _names(wrap: Wrap) -> dict[str, Any]:
     return scope
 
 
+def bound_kernel(fn: Any, interpreted: bool, called: Sequence[Any] = ()) -> Any:
+    """A kernel that is written by hand, with the functions that it calls, as those of generated text are bound."""
+    wrap: Wrap = _interpreted if interpreted else triton.jit
+    scope = dict(ON_CPU if interpreted else ON_GPU)
+    for f in (*called, fn):
+        bound = FunctionType(f.__code__, scope, f.__name__)
+        bound.__module__, bound.__doc__, bound.__annotations__ = f.__module__, f.__doc__, f.__annotations__
+        scope[f.__name__] = wrap(bound)
+    return scope[fn.__name__]
+
+
 ON_GPU: dict[str, Any] = _names(triton.jit)
 ON_CPU: dict[str, Any] = _names(_interpreted)
 
