@@ -78,33 +78,33 @@ def test_every_opaque_call_has_a_reason(two_layers_of_8b):
 @pytest.mark.parametrize("memory, again", [("fast", 0), ("lean", 1)])
 def test_a_loss_head_is_programs(memory, again):
     """A head whose logits nobody gets is counted with the programs, its loop over slabs as one, and is no opaque call.
-    Bytes by hand: logits in bf16 if they are kept, one log-sum-exp a tile of 128 columns, in backward the logits'
-    gradient, which kept logits turn into, and the input's, which is a float32 sum where there are slabs."""
+    Bytes by hand: exponentials in bf16 if they are kept, one sum a tile of 128 columns, in backward the logits'
+    gradient where they are computed again, and the input's, which is a float32 sum where there are slabs; else x times
+    each row's factor."""
     subject = find(Request("llama3-8b", layers=1), weights=False)
     found = explain(subject.model, options={"logits": "never", "memory": memory}, title="8B", **subject.batch)
     rows, width, vocabulary, head = 16_384, 4096, 128_256, found.parts[-1]
     assert not any("loss" in o.name or "cross_entropy" in o.name for o in found.opaque)
     assert head.rows == rows
     assert (head.forward.gemms, head.forward.epilogues, head.forward.finalizes) == (1, 1, 1)
-    assert (head.backward.gemms, head.backward.epilogues, head.backward.leftovers) == (2 + again, again, 1 - again)
+    assert (head.backward.gemms, head.backward.epilogues, head.backward.leftovers) == (2 + again, 1, 1 - again)
     gemm = 2 * rows * width * vocabulary
     assert (head.forward.flops, head.backward.flops) == (gemm, (2 + again) * gemm)
     logits, sums, vector = 2 * rows * vocabulary, 4 * rows * width, 4 * rows
     parts = vocabulary // 128 * vector
-    assert head.forward.bytes == (0 if again else logits) + 2 * parts + 3 * vector
+    assert head.forward.bytes == (0 if again else logits + vector) + 2 * parts + 3 * vector
     assert head.note.endswith("a loop over 36 slabs of 3,584 columns" if again else "backward as one slab")
     slabs = 36 if again else 0
-    d_logits = logits if again else 2 * logits
-    assert head.backward.bytes == d_logits + 4 * vector + 2 * rows * width + 2 * slabs * sums
+    d_logits = logits + 4 * vector if again else 2 * vector + 2 * 2 * rows * width
+    assert head.backward.bytes == d_logits + 2 * rows * width + 2 * slabs * sums
     assert head.backward.weight_gradient_bytes == 2 * width * vocabulary
     assert head.backward.bytes < head.backward.bytes_eager
     held = sums if again else logits
     assert head.memory.bytes == held + 2 * width * vocabulary + 2 * rows * width  # the gradients, rounded
     text = str(found)
-    assert (
-        f"a linear layer with its loss, {memory}: logits {'computed again' if again else 'kept'}, backward as" in text
-    )
-    assert "logsumexp_row(" in text.partition("a linear layer with its loss")[2]
+    held = "logits computed again" if again else "exponentials of logits kept"
+    assert f"a linear layer with its loss, {memory}: {held}, backward as" in text
+    assert ("logsumexp_row(" if again else "exp(") in text.partition("a linear layer with its loss")[2]
     json.dumps(found.to_json())
 
 

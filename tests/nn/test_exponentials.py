@@ -35,7 +35,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def problem(seed: int, tokens: int = 150, size: float = 1.0, sure: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """x and weight in bf16 with logits of about ``size``, and targets that are ``sure`` of themselves; every fourth is
-    ignored. There are more than twice as many tokens as features, so that nothing is lent."""
+    ignored."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(COLUMNS, FEATURES, generator=generator) * FEATURES**-0.5
     targets = torch.randint(COLUMNS, (tokens,), generator=generator)

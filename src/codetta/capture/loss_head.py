@@ -114,8 +114,8 @@ def head_memory(memory: str) -> Memory:
 
 
 def without_logits(gm: GraphModule, memory: Memory, always: bool) -> list[LossHead]:
-    """Replace every head whose logits only its loss reads; returns those. Unless ``always``, only where that saves the
-    logits' memory: one that keeps them is as fast inside its segment, and the norm before it faster."""
+    """Replace every head whose logits only its loss reads; returns those. Unless ``always``, not where the
+    call would keep logits: one that keeps them is as fast inside its segment, and the norm before it faster."""
     losses = [n for n in gm.graph.nodes if n.target is aten.cross_entropy_loss.default]
     found = [head for n in losses if (head := _replaced(gm, n, memory, always)) is not None]
     if found:

@@ -17,7 +17,7 @@ from codetta.nn import head_ops
 from codetta.nn.exponentials import suits
 from codetta.nn.head_graphs import LARGEST, LOWER, LSE, TARGET, TOTAL, UPPER, Head
 from codetta.nn.head_run import What
-from codetta.nn.slabs import EXPONENTIALS, Sizes, choose, lent_columns
+from codetta.nn.slabs import EXPONENTIALS, Sizes, choose
 
 Memory = Literal["auto", "fast", "lean"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -163,11 +163,17 @@ def _statistics(
 
 
 def mode_of(head: Head, names: tuple[str, ...], sizes: Sizes, memory: str, lends: bool, device: torch.device) -> str:
-    """``fast`` or ``lean`` on that device, or instead of ``fast`` exponentials, where nothing is lent."""
-    mode = choose(sizes, memory, lends, _device_bytes(device.type, device.index or 0))
-    keeps = mode == "fast" and not lent_columns(sizes, mode, lends)
-    here = device.type == "cpu" or why_not(device) is None
-    return EXPONENTIALS if keeps and here and suits(head, names, sizes) else mode
+    """``fast`` or ``lean`` on that device, or instead of ``fast`` exponentials, where a head can be held so."""
+    place = device.type, device.index or 0
+    plain = suits(head, names, sizes) and _has_rows(*place)
+    mode = choose(sizes, memory, lends, plain, _device_bytes(*place))
+    return EXPONENTIALS if mode == "fast" and plain else mode
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_rows(kind: str, index: int) -> bool:
+    """Whether rows of exponentials are looked after without waiting for the device: not on a GPU without kernels."""
+    return kind != "cuda" or why_not(torch.device(kind, index)) is None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
