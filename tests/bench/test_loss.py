@@ -24,7 +24,7 @@ def test_everybody_is_held_against_the_bare_gemms():
     for name in (f"{OURS}, fast", f"{OURS}, lean", "torch.compile", "eager"):
         assert rows[name].median
         assert rows[name].base == BARE
-        assert 1e-4 < rows[name].error <= 1.1 * rows["eager"].error
+        assert 1e-4 < rows[name].error <= 1.1 * rows["eager"].error + 2**-9
     assert not [r for r in report.rows if r.note and r.median]
 
 
