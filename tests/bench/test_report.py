@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from codetta.bench.environment import QUERY, environment, medians
-from codetta.bench.plots import OVERVIEW, SHOWN, draw, draw_errors, draw_overview, draw_shares
+from codetta.bench.plots import OVERVIEW, SHOWN, draw, draw_errors, draw_one, draw_overview, draw_shares
 from codetta.bench.profile import SHARES
 from codetta.bench.report import OURS, Report, Row, timed
 from codetta.bench.shapes import chosen
@@ -110,6 +110,22 @@ def test_one_picture_of_all_sizes(tmp_path: Path):
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "again.png").read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["paper-4096", "errors-8b-2048"])
+def test_one_picture_of_a_run_with_one_chart(name, tmp_path):
+    """It is the folder's, under the name that was asked for."""
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    (drawn,) = (draw_errors if "results" in found else draw)(found, tmp_path / "folder")
+    assert draw_one(found, tmp_path / "new" / "one.png") == [tmp_path / "new" / "one.png"]
+    assert (tmp_path / "new" / "one.png").read_bytes() == drawn.read_bytes()
+
+
+def test_one_picture_of_several_charts_is_refused(tmp_path):
+    found = json.loads((RESULTS / "kernels-8b.json").read_text(encoding="utf-8"))
+    with pytest.raises(SettingsError, match="kernels-8b-over-cuBLAS"):
+        draw_one(found, tmp_path / "one.png")
+    assert not list(tmp_path.iterdir())
 
 
 def model_rows(**milliseconds: tuple[float, ...]) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ def test_loss_and_gradients(seed, size, sure, scale, z_loss, reduction, twice):
 
 
 def test_a_target_that_is_all_but_certain(held):
-    """C19: one minus its probability is formed in float32, before anything is rounded."""
+    """One minus its probability is formed in float32, before anything is rounded; no loss is below 0 (C21)."""
     x, weight, targets = problem(3, sure=24.0, size=0.0)
     (dx,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets, memory="fast"), x)
     wide = x.detach().double().requires_grad_()
@@ -105,6 +105,7 @@ def test_a_target_that_is_all_but_certain(held):
     assert 1e-12 < float((1 - probability).median()) < 1e-4
     (want,) = torch.autograd.grad(exact.sum() / (targets >= 0).sum(), wide)
     assert held
+    assert (linear_cross_entropy(x, weight, targets, memory="fast", reduction="none") >= 0).all()
     rows = targets >= 0
     for got, expected, p in zip(dx[rows], want[rows], probability, strict=True):
         assert relative_error(got, expected) < 8e-3 + 6e-7 / float(1 - p)

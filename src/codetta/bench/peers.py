@@ -74,9 +74,10 @@ def _scaled_input(case: Case) -> Tensor:
     return (a.float() * case.roles["rstd"][:, None]).to(a.dtype) if "rstd" in case.roles else a
 
 
-def _separate(case: Case) -> list[Product]:
-    """One GEMM a weight, as separate modules run them."""
-    a, weights = _scaled_input(case), [case.memory[w] for w in case.step.b]
+def _separate(case: Case, parts: int) -> list[Product]:
+    """One GEMM a weight, as separate modules run them; a stacked weight is taken apart."""
+    a, found = _scaled_input(case), [case.memory[w] for w in case.step.b]
+    weights = found if len(found) == parts else found[0].chunk(parts)
     return [Product("nt", a, w.contiguous(), a.new_empty(a.shape[0], w.shape[0])) for w in weights]
 
 
@@ -103,7 +104,7 @@ def _liger_residual(case: Case, liger: Any, compiled: bool) -> Call:
 
 
 def _liger_swiglu(case: Case, liger: Any, compiled: bool) -> Call:
-    gate, up = _separate(case)
+    gate, up = _separate(case, 2)
 
     def act(a: Tensor, b: Tensor) -> Any:
         return liger.liger_swiglu(a, b)
@@ -113,7 +114,7 @@ def _liger_swiglu(case: Case, liger: Any, compiled: bool) -> Call:
 
 
 def _liger_rope(case: Case, liger: Any, compiled: bool) -> Call:
-    q, k, v = _separate(case)
+    q, k, v = _separate(case, 3)
     cos, sin = case.roles["cos"], case.roles["sin"]
 
     def turn(a: Tensor, b: Tensor) -> Any:

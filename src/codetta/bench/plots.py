@@ -3,8 +3,10 @@ the layer level also one picture with all its sizes, and of whole models the par
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from codetta.bench import profile
@@ -48,6 +50,20 @@ def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
     if found["level"] == "layer":
         files += draw_overview(found, folder / OVERVIEW)
     return files
+
+
+def draw_one(found: Mapping[str, Any], file: Path) -> list[Path]:
+    """One picture of a run: of the layer level the overview, of others their chart if they have but one."""
+    if found.get("level") == "layer":
+        return draw_overview(found, file)
+    with TemporaryDirectory() as folder:
+        files = (draw_errors if "results" in found else draw)(found, Path(folder))
+        if len(files) > 1:
+            raise SettingsError(f"one picture for {', '.join(f.name for f in files)}", hint="give a folder")
+        for drawn in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(drawn, file)
+    return [file] if files else []
 
 
 def draw_overview(found: Mapping[str, Any], file: Path) -> list[Path]:

@@ -53,7 +53,7 @@ def forward(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     values = {"x": call.x, "weight": call.weight, "index": call.index, "near": near}
     found = _forward(call.backend, call.head, call.weight.shape[0])(values, call.x.shape[0])
     lse, target, held = rows.settle(head, found[LSE], found[TARGET], near, found["held"])
-    return [lse, target], list(held)
+    return [torch.maximum(lse, target), target], list(held)  # no loss is below 0, however the logarithm is rounded
 
 
 def _tensors(call: Call) -> HeadTensors:
