@@ -30,6 +30,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(memory, "empty", interpreted.poisoned)
     patch.setattr(interpreter, "_convert_float", interpreted.to_nearest)
     patch.setattr(interpreter, "_patch_lang_tensor", interpreted.patched)
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", interpreted.dot)
 
 
 def matmul(form: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,6 +35,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(memory, "empty", interpreted.poisoned)
     monkeypatch.setattr(interpreter, "_convert_float", interpreted.to_nearest)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", interpreted.patched)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", interpreted.dot)
     with np.errstate(all="ignore"):  # what numpy warns of, a GPU computes silently
         yield
 
@@ -50,7 +51,7 @@ def rows(tokens: int, columns: int, features: int, seed: int) -> list[torch.Tens
 
 
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("columns, features", [(264, 32), (64, 1032), (200, 72)])
+@pytest.mark.parametrize("columns, features", [(264, 32), (64, 1032), (2200, 72)])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_kernels_are_what_pytorch_computes(columns, features, scale):
     """All that they give, of rows that overflow, too, rows without a target, and whichever gradients."""
@@ -82,27 +83,30 @@ def test_kernels_are_what_pytorch_computes(columns, features, scale):
 
 TENSORS = {
     **dict.fromkeys(("x", "weight", "held", "scaled"), "*bf16"),
-    **dict.fromkeys(("columns", "features"), "i32"),
+    **dict.fromkeys(("rows", "columns", "features"), "i32"),
     "index": "*i32",
     "scale": "fp32",
 }
-CONSTANTS = {"FAR": FAR, "MOST": MOST, "LEAST": LEAST, "COLUMNS": 64, "BLOCK": 1024, "SCALED": True}
+CONSTANTS = {"FAR": FAR, "MOST": MOST, "LEAST": LEAST, "PARTS": kernels.PARTS, "SCALED": True, "BLOCK": kernels.BLOCK}
 
 
-@pytest.mark.parametrize("name", ["near_target", "settle_row", "scale_row"])
+@pytest.mark.parametrize("name", kernels.KERNELS)
 def test_kernels_compile_for_hopper(name, tmp_path):
-    """Without spills, in loads of 16 bytes."""
-    kernel = kernels._kernel(name, False)
-    constants = {n: kernels.COLUMNS if name == "settle_row" and n == "BLOCK" else CONSTANTS[n] for n in CONSTANTS}
-    constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
+    """Without spills; those that read x in loads of 16 bytes, those that are GEMMs on tensor cores."""
+    kernel = kernels.kernel(name, False)
+    tile = kernels.TILE if "COLUMNS" in kernel.arg_names else {"ROWS": kernels.SETTLED}
+    constants = {n: v for n, v in (CONSTANTS | tile).items() if n in kernel.arg_names}
     signature = {n: "constexpr" if n in constants else TENSORS.get(n, "*fp32") for n in kernel.arg_names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*" or t == "i32"}
+    aligned = [t[0] == "*" or n in ("columns", "features") for n, t in signature.items()]
+    attrs = {(i,): [["tt.divisibility", 16]] for i, ok in enumerate(aligned) if ok}
     source = ASTSource(kernel, signature, constants, attrs)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernels.OPTIONS)
     file = tmp_path / "kernel.cubin"
     file.write_bytes(made.asm["cubin"])
     assert not resources(file).spills
-    assert "ld.global.v4.b32" in made.asm["ptx"]
+    assert ("wgmma" in made.asm["ptx"]) == (name in ("measure_rows", "rewrite_rows"))
+    if name in ("near_target", "scale_row"):
+        assert "ld.global.v4.b32" in made.asm["ptx"]
 
 
 @needs_quack

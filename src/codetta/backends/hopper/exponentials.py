@@ -1,5 +1,6 @@
-"""A head's rows between its GEMMs, where forward holds exponentials of its logits: three Triton kernels, a row a
-program. ``reference.exponentials`` says what they compute.
+"""A head's rows between its GEMMs, where forward holds exponentials of its logits, as Triton kernels.
+``reference.exponentials`` says what they compute. Two of them are GEMMs over the rows that have overflowed; where there
+are none in a tile of rows, as nearly always, they leave at once.
 
 Kernels are bound to Triton's names as those of ``rows`` are, so nothing here is decorated; their types are Triton's own
 and are not checked. Tensors on the CPU run in Triton's interpreter, which is for tests."""
@@ -20,7 +21,9 @@ from codetta.backends.hopper.rows.source import bound_kernel
 from codetta.backends.hopper.stream import on_device
 
 add = tl.standard._sum_combine
-COLUMNS = 64  # of the vocabulary, at once, where a row is computed again
+TILE = {"ROWS": 64, "COLUMNS": 128, "BLOCK": 64}  # of logits, where rows are computed again, and features at once
+PARTS = 16  # of the columns, where rows are computed again
+SETTLED = 32  # rows a program
 BLOCK = 1024  # features at once
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -48,75 +51,141 @@ def near_target(  # noqa: PLR0913, PLR0917 - a kernel's arguments
     tl.store(out + i, tl.where(at < 0, FAR, tl.reduce(total, 0, add) * scale))
 
 
-def settle_row(  # noqa: PLR0913, PLR0917 - a kernel's arguments
+def measure_rows(  # noqa: PLR0913, PLR0917 - a kernel's arguments
     lse: tl.tensor,
-    target: tl.tensor,
-    near: tl.tensor,
-    index: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
-    held: tl.tensor,
-    lse_out: tl.tensor,
-    target_out: tl.tensor,
-    unit: tl.tensor,
-    probability: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    rows: tl.tensor,
     columns: tl.tensor,
     features: tl.tensor,
     scale: tl.tensor,
     MOST: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row of ``settle``."""
-    i = tl.program_id(0).to(tl.int64)
-    at = tl.load(index + i)
-    c = tl.load(near + i)
-    s = tl.load(lse + i)
-    t = tl.load(target + i)
-    u = exp(-s)
-    if s > MOST:  # computed again, twice: first for its log-sum-exp
-        largest = tl.full(s.shape, -float("inf"), tl.float32)
-        total = tl.full(s.shape, 0.0, tl.float32)
-        for first in range(0, columns, COLUMNS):
-            z, inside = _logits(x + i * features, weight, first, columns, features, scale, COLUMNS, BLOCK)
-            z = tl.where(inside, z, -float("inf"))
-            m = tl.maximum(largest, tl.reduce(z, 0, larger))
-            total = total * exp(largest - m) + tl.reduce(exp(z - m), 0, add)
-            largest = m
-        whole = largest + tl.log(total)
-        for first in range(0, columns, COLUMNS):
-            z, inside = _logits(x + i * features, weight, first, columns, features, scale, COLUMNS, BLOCK)
+    """The log-sum-exp of one part of the columns, as a maximum and a sum, for some rows of which one has overflowed."""
+    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    part = tl.program_id(1)
+    bad = tl.load(lse + i, mask=i < rows, other=0.0) > MOST
+    if tl.reduce(bad.to(tl.int32), 0, larger) > 0:
+        m = tl.full((ROWS,), -float("inf"), tl.float32)
+        s = tl.full((ROWS,), 0.0, tl.float32)
+        width = (columns + PARTS * COLUMNS - 1) // (PARTS * COLUMNS) * COLUMNS
+        for first in range(part * width, tl.minimum(part * width + width, columns), COLUMNS):
             v = (first + tl.arange(0, COLUMNS)).to(tl.int64)
-            tl.store(held + i * columns + v, exp(z - whole).to(held.dtype.element_ty), mask=inside)
-        s = whole - c
-        u = tl.full(u.shape, 1.0, tl.float32)
-    has = at >= 0
-    tl.store(lse_out + i, tl.where(has, s + c, 0.0))
-    tl.store(target_out + i, tl.where(has, t + c, 0.0))
-    tl.store(unit + i, tl.where(has, u, 0.0))
-    tl.store(probability + i, tl.where(has, exp(t - s), 0.0))
+            z = _logits(x, weight, i, v, rows, columns, features, ROWS, COLUMNS, BLOCK) * scale
+            z = tl.where((v < columns)[None, :], z, -float("inf"))
+            new = tl.maximum(m, tl.reduce(z, 1, larger))
+            s = s * exp(m - new) + tl.reduce(exp(z - new[:, None]), 1, add)
+            m = new
+        tl.store(largest + i * PARTS + part, m, mask=i < rows)
+        tl.store(total + i * PARTS + part, s, mask=i < rows)
+
+
+def rewrite_rows(  # noqa: PLR0913, PLR0917 - a kernel's arguments
+    lse: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    held: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    features: tl.tensor,
+    scale: tl.tensor,
+    MOST: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Probabilities in the place of exponentials, in one part of the columns, for those of some rows that have
+    overflowed."""
+    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    part = tl.program_id(1)
+    bad = tl.load(lse + i, mask=i < rows, other=0.0) > MOST
+    if tl.reduce(bad.to(tl.int32), 0, larger) > 0:
+        place = i[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+        m = tl.load(largest + place, mask=bad[:, None], other=0.0)
+        whole = _joined(m, tl.load(total + place, mask=bad[:, None], other=1.0))
+        width = (columns + PARTS * COLUMNS - 1) // (PARTS * COLUMNS) * COLUMNS
+        for first in range(part * width, tl.minimum(part * width + width, columns), COLUMNS):
+            v = (first + tl.arange(0, COLUMNS)).to(tl.int64)
+            z = _logits(x, weight, i, v, rows, columns, features, ROWS, COLUMNS, BLOCK) * scale
+            e = exp(z - whole[:, None]).to(held.dtype.element_ty)
+            tl.store(held + i[:, None] * columns + v[None, :], e, mask=bad[:, None] & (v < columns)[None, :])
 
 
 def _logits(  # noqa: PLR0913, PLR0917 - a kernel's arguments
     x: tl.tensor,
     weight: tl.tensor,
-    first: tl.tensor,
+    i: tl.tensor,
+    v: tl.tensor,
+    rows: tl.tensor,
     columns: tl.tensor,
     features: tl.tensor,
-    scale: tl.tensor,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> Any:
-    """Some logits of a row, and which of them there are."""
-    v = (first + tl.arange(0, COLUMNS)).to(tl.int64)
-    z = tl.full((COLUMNS,), 0.0, tl.float32)
-    for start in range(0, features, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        a = tl.load(x + k, mask=k < features, other=0.0).to(tl.float32)
-        both = (v < columns)[:, None] & (k < features)[None, :]
-        w = tl.load(weight + v[:, None] * features + k[None, :], mask=both, other=0.0).to(tl.float32)
-        z += tl.reduce(w * a[None, :], 1, add)
-    return z * scale, v < columns
+) -> tl.tensor:
+    """A tile of logits, before their factor."""
+    z = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for first in range(0, features, BLOCK):
+        k = first + tl.arange(0, BLOCK)
+        inside = k < features
+        a = tl.load(x + i[:, None] * features + k[None, :], mask=(i < rows)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(
+            weight + v[None, :] * features + k[:, None], mask=(v < columns)[None, :] & inside[:, None], other=0.0
+        )
+        z = tl.dot(a, b, z)
+    return z
+
+
+def _joined(m: tl.tensor, s: tl.tensor) -> tl.tensor:
+    """The log-sum-exp of each row from those of its parts."""
+    largest = tl.reduce(m, 1, larger)
+    return largest + tl.log(tl.reduce(s * exp(m - largest[:, None]), 1, add))
+
+
+def settle_rows(  # noqa: PLR0913, PLR0917 - a kernel's arguments
+    lse: tl.tensor,
+    target: tl.tensor,
+    near: tl.tensor,
+    index: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    lse_out: tl.tensor,
+    target_out: tl.tensor,
+    unit: tl.tensor,
+    probability: tl.tensor,
+    rows: tl.tensor,
+    MOST: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """The numbers of some rows, those of rows that have overflowed from what was measured of them since."""
+    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = i < rows
+    c = tl.load(near + i, mask=inside, other=0.0)
+    s = tl.load(lse + i, mask=inside, other=0.0)
+    t = tl.load(target + i, mask=inside, other=0.0)
+    bad = s > MOST
+    u = exp(-s)
+    if tl.reduce(bad.to(tl.int32), 0, larger) > 0:
+        place = i[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+        m = tl.load(largest + place, mask=bad[:, None], other=0.0)
+        whole = _joined(m, tl.load(total + place, mask=bad[:, None], other=1.0))
+        s = tl.where(bad, whole - c, s)
+        u = tl.where(bad, 1.0, u)
+    has = tl.load(index + i, mask=inside, other=-1) >= 0
+    tl.store(lse_out + i, tl.where(has, s + c, 0.0), mask=inside)
+    tl.store(target_out + i, tl.where(has, t + c, 0.0), mask=inside)
+    tl.store(unit + i, tl.where(has, u, 0.0), mask=inside)
+    tl.store(probability + i, tl.where(has, exp(t - s), 0.0), mask=inside)
 
 
 def scale_row(  # noqa: PLR0913, PLR0917 - a kernel's arguments
@@ -155,20 +224,30 @@ def scale_row(  # noqa: PLR0913, PLR0917 - a kernel's arguments
             tl.store(scaled + i * features + k, (a * f).to(scaled.dtype.element_ty), mask=k < features)
 
 
+KERNELS = {
+    "near_target": (near_target, ()),
+    "measure_rows": (measure_rows, (_logits,)),
+    "rewrite_rows": (rewrite_rows, (_logits, _joined)),
+    "settle_rows": (settle_rows, (_joined,)),
+    "scale_row": (scale_row, ()),
+}
+
+
 @cache
-def _kernel(name: str, interpreted: bool) -> Any:
-    kernels = {"near_target": near_target, "settle_row": settle_row, "scale_row": scale_row}
-    return bound_kernel(kernels[name], interpreted, (_logits,))
+def kernel(name: str, interpreted: bool) -> Any:
+    """One of these kernels, for the GPU or for Triton's interpreter."""
+    fn, called = KERNELS[name]
+    return bound_kernel(fn, interpreted, called)
 
 
-def _launch(name: str, x: Tensor, *given: object, **sizes: object) -> None:
-    if x.shape[0]:
-        _kernel(name, x.device.type == "cpu")[(x.shape[0],)](*given, **sizes, **OPTIONS)
+def _launch(name: str, grid: tuple[int, ...], on: torch.device, *given: object, **sizes: object) -> None:
+    if all(grid):
+        kernel(name, on.type == "cpu")[grid](*given, **sizes, **OPTIONS)
 
 
-def _numbers(x: Tensor, count: int) -> list[Tensor]:
-    """New numbers, one of each row."""
-    return [memory.empty((x.shape[0],), torch.float32, x.device) for _ in range(count)]
+def _numbers(x: Tensor, count: int, *more: int) -> list[Tensor]:
+    """New numbers, one of each row, or a row of ``more``."""
+    return [memory.empty((x.shape[0], *more), torch.float32, x.device) for _ in range(count)]
 
 
 def reference(head: HeadTensors) -> Tensor:
@@ -176,7 +255,8 @@ def reference(head: HeadTensors) -> Tensor:
     x = head.x
     with on_device(x.device):
         (out,) = _numbers(x, 1)
-        _launch("near_target", x, x, head.weight, head.targets, out, x.shape[1], head.scale, FAR=FAR, BLOCK=BLOCK)
+        given = (x, head.weight, head.targets, out, x.shape[1], head.scale)
+        _launch("near_target", x.shape[:1], x.device, *given, FAR=FAR, BLOCK=BLOCK)
     return out
 
 
@@ -185,10 +265,17 @@ def settle(
 ) -> tuple[Tensor, Tensor, Exponentials]:
     """``reference.exponentials.settle``."""
     x, weight, index, scale = head
+    rows = x.shape[0]
+    tiles, sizes = (-(-rows // TILE["ROWS"]), PARTS), (rows, *weight.shape, scale)
     with on_device(x.device):
+        largest, total = _numbers(x, 2, PARTS)
+        parts = (lse, x, weight, largest, total)
+        _launch("measure_rows", tiles, x.device, *parts, *sizes, MOST=MOST, PARTS=PARTS, **TILE)
+        _launch("rewrite_rows", tiles, x.device, *parts, matrix, *sizes, MOST=MOST, PARTS=PARTS, **TILE)
         a, b, c, d = _numbers(x, 4)
-        given = (lse, target, near, index, x, weight, matrix, a, b, c, d, *weight.shape, scale)
-        _launch("settle_row", x, *given, MOST=MOST, COLUMNS=COLUMNS, BLOCK=COLUMNS)
+        given = (lse, target, near, index, largest, total, a, b, c, d, rows)
+        blocks = (-(-rows // SETTLED),)
+        _launch("settle_rows", blocks, x.device, *given, MOST=MOST, PARTS=PARTS, ROWS=SETTLED)
     return a, b, Exponentials(matrix, c, d)
 
 
@@ -199,5 +286,6 @@ def scale_rows(head: HeadTensors, held: Exponentials, d_lse: Tensor, d_target: T
         (factor,) = _numbers(x, 1)
         given = (x, held.matrix, index, held.unit, held.probability, d_lse, d_target, factor)
         sizes = {"LEAST": LEAST, "SCALED": into is not None, "BLOCK": BLOCK}
-        _launch("scale_row", x, *given, x if into is None else into, *weight.shape, scale, **sizes)
+        more = (x if into is None else into, *weight.shape, scale)
+        _launch("scale_row", x.shape[:1], x.device, *given, *more, **sizes)
     return factor

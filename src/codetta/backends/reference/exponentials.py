@@ -7,6 +7,8 @@ from torch import Tensor
 
 from codetta.backends.base import FAR, LEAST, MOST, Exponentials, HeadTensors
 
+AGAIN = 256  # rows that are computed again at once
+
 
 def reference(head: HeadTensors) -> Tensor:
     """What is taken from each row's logits before the exponential: about the target's logit, and where there is no
@@ -23,11 +25,11 @@ def settle(
 
     A row whose log-sum-exp is more than ``MOST`` above its target's logit may have overflowed: it is computed again,
     and holds the probabilities themselves."""
-    for i in (lse > MOST).nonzero()[:, 0].tolist():
-        z = (head.weight.float() @ head.x[i].float()) * head.scale
-        whole = z.logsumexp(0)
-        matrix[i] = (z - whole).exp().to(matrix.dtype)
-        lse[i] = whole - near[i]
+    for rows in (lse > MOST).nonzero()[:, 0].split(AGAIN):
+        z = (head.x[rows].float() @ head.weight.float().t()) * head.scale
+        whole = z.logsumexp(1)
+        matrix[rows] = (z - whole[:, None]).exp().to(matrix.dtype)
+        lse[rows] = whole - near[rows]
     has, zero = head.targets >= 0, lse.new_zeros(())
     unit = torch.where(lse > MOST, 1.0, (-lse).exp())
     found = lse + near, target + near, unit, (target - lse).exp()
