@@ -34,6 +34,7 @@ from time import perf_counter
 import torch
 
 Variant = Callable[[], object]
+Order = list[tuple[str, Variant]]  # of one round
 Progress = Callable[[int, int], None]  # rounds done, rounds planned
 
 FILLER_SIZE = 8192
@@ -95,23 +96,21 @@ def measure(
     gpu = torch.cuda.is_available()
     filler = filler or (gemm_filler() if gpu else _nothing)
     take = _gpu_round if gpu else _wall_round
-    order, shuffle = list(variants), random.Random(seed).shuffle
     if gpu:
         _heat(filler)
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    begin = perf_counter()
-    for done in range(-WARM_ROUNDS, rounds):
-        shuffle(order)
-        samples = take([(name, variants[name]) for name in order], filler)
-        if done < 0:
-            continue
-        for name, sample in samples.items():
-            found[name].append(sample)
-        if progress is not None:
-            progress(done + 1, rounds)
-        if budget is not None and done + 1 >= FEWEST_ROUNDS and perf_counter() - begin > budget:
-            break
-    return {name: Timing(tuple(samples)) for name, samples in found.items()}
+
+    def enough(done: int, seconds: float) -> bool:
+        return budget is not None and done >= FEWEST_ROUNDS and seconds > budget
+
+    return _rounds(
+        variants,
+        lambda order: take(order, filler),
+        rounds,
+        warm=WARM_ROUNDS,
+        seed=seed,
+        progress=progress,
+        enough=enough,
+    )
 
 
 def measure_alone(
@@ -125,16 +124,41 @@ def measure_alone(
 ) -> dict[str, Timing]:
     """Microseconds a call of each variant in a run of its own, at the clock that its own power allows; every round in a
     fresh random order. ``budget`` in seconds ends the rounds early, but not before the first."""
-    order, shuffle = list(variants), random.Random(seed).shuffle
+
+    def enough(done: int, taken: float) -> bool:  # no time for one more
+        return budget is not None and taken > budget * done / (done + 1)
+
+    def take(order: Order) -> dict[str, float]:
+        return {name: _over_and_over(variant, seconds) for name, variant in order}
+
+    return _rounds(variants, take, rounds, seed=seed, progress=progress, enough=enough)
+
+
+def _rounds(
+    variants: Mapping[str, Variant],
+    take: Callable[[Order], Mapping[str, float]],
+    planned: int,
+    *,
+    warm: int = 0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    enough: Callable[[int, float], bool] = lambda done, seconds: False,
+) -> dict[str, Timing]:
+    """The samples that ``take`` gives of the variants in an order, a fresh random one every round. ``warm`` rounds come
+    before and are thrown away; ``enough``, asked with the rounds and seconds behind it, ends them early."""
+    order, shuffle = list(variants.items()), random.Random(seed).shuffle
     found: dict[str, list[float]] = {name: [] for name in variants}
     begin = perf_counter()
-    for done in range(rounds):
+    for done in range(-warm, planned):
         shuffle(order)
-        for name in order:
-            found[name].append(_over_and_over(variants[name], seconds))
+        samples = take(order)
+        if done < 0:
+            continue
+        for name, sample in samples.items():
+            found[name].append(sample)
         if progress is not None:
-            progress(done + 1, rounds)
-        if budget is not None and perf_counter() - begin > budget * (done + 1) / (done + 2):  # no time for one more
+            progress(done + 1, planned)
+        if enough(done + 1, perf_counter() - begin):
             break
     return {name: Timing(tuple(samples)) for name, samples in found.items()}
 
@@ -168,23 +192,20 @@ def launch_times(
     """The CPU's time of each variant's call, from an empty queue until the call returns; in a fresh random order every
     time, the GPU waited for before each call. What a call returns is freed after its time is taken."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
-    order, shuffle = list(variants), random.Random(seed).shuffle
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    for done in range(-WARM_CALLS, calls):
-        shuffle(order)
-        for name in order:
-            variant = variants[name]
+
+    def take(order: Order) -> dict[str, float]:
+        samples = {}
+        for name, variant in order:
             wait()
             begin = perf_counter()
             held = variant()
-            end = perf_counter()
+            samples[name] = (perf_counter() - begin) * 1e6
             del held
-            if done >= 0:
-                found[name].append((end - begin) * 1e6)
-        if progress is not None and done >= 0:
-            progress(done + 1, calls)
+        return samples
+
+    found = _rounds(variants, take, calls, warm=WARM_CALLS, seed=seed, progress=progress)
     wait()
-    return {name: Timing(tuple(samples)) for name, samples in found.items()}
+    return found
 
 
 def gemm_filler(size: int = FILLER_SIZE) -> Variant:
@@ -207,7 +228,7 @@ def _heat(filler: Variant) -> None:
         torch.cuda.synchronize()
 
 
-def _gpu_round(variants: list[tuple[str, Variant]], filler: Variant) -> dict[str, float]:
+def _gpu_round(variants: Order, filler: Variant) -> dict[str, float]:
     """Microseconds between the events around each call; nothing waits inside a round."""
     events = {}
     for name, variant in variants:
@@ -221,7 +242,7 @@ def _gpu_round(variants: list[tuple[str, Variant]], filler: Variant) -> dict[str
     return {name: start.elapsed_time(end) * 1e3 for name, (start, end) in events.items()}
 
 
-def _wall_round(variants: list[tuple[str, Variant]], filler: Variant) -> dict[str, float]:
+def _wall_round(variants: Order, filler: Variant) -> dict[str, float]:
     """Microseconds of wall time of each call."""
     found = {}
     for name, variant in variants:
