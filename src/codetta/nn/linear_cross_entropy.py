@@ -84,8 +84,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - PyTorch's and transformers' own arg
     A target that is no column and not ``ignore_index`` makes its loss and gradients NaN; CODETTA_CHECK=1 makes it an
     error.
 
-    ``memory``: "fast" keeps logits for backward, "lean" keeps those that cost nothing and computes the others again;
-    "auto" decides by the sizes and the device's memory."""
+    ``memory``: "fast" keeps logits for backward, or exponentials of them, "lean" keeps what costs nothing and computes
+    the rest again; "auto" decides by the sizes and the device's memory."""
     _check(x, weight, targets, bias, token_weights, reduction)
     dtype = autocast_dtype(x.device.type)
     if dtype is not None and x.dtype != torch.float64:
