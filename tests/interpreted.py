@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from random import Random
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
+from codetta.backends.hopper import memory
 from codetta.backends.hopper.rows import compile_rows
 from codetta.backends.reference.evaluate import TORCH
 from codetta.backends.reference.execute import compile_body
@@ -50,6 +52,14 @@ def patched(tensor: type, scope: object) -> None:
     """The interpreter's tensors as bounds of ``range``: Triton 3.6 asks numpy for what numpy 2.4 no longer does."""
     _PATCH(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def as_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter with what is patched above, and outputs that are poisoned."""
+    patch.setattr(memory, "empty", poisoned)
+    patch.setattr(interpreter, "_convert_float", to_nearest)
+    patch.setattr(interpreter, "_patch_lang_tensor", patched)
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -82,12 +82,11 @@ def test_lent_memory_is_read_before_it_is_written(sizes: Sizes, mode: str):
 @given(sizes=SIZES)
 def test_auto_is_fast_where_that_is_cheap(sizes: Sizes):
     """By sizes and device alone."""
-    for keeps in (True, False):
-        assert choose(sizes, "auto", True, keeps, sizes.logits * OF_DEVICE) == "fast"
-        assert choose(sizes, "auto", False, keeps, 1) == "lean"
-        assert choose(sizes, "lean", True, keeps, 0) == "lean"
-    if sizes.features >= 2 * sizes.tokens:  # all logits would be lent
-        assert choose(sizes, "auto", True, False, 1 << 50) == choose(sizes, "auto", True, True, 1 << 50) == "fast"
-        assert choose(sizes, "auto", True, True, sizes.logits * OF_DEVICE - 1) == "lean"
+    for lends in (True, False):
+        assert choose(sizes, "auto", lends, sizes.logits * OF_DEVICE) == "fast"
+        assert choose(sizes, "lean", lends, 0) == "lean"
+        assert choose(sizes, "auto", lends, 1 << 50) == "fast"
+    assert choose(sizes, "auto", False, 1) == "lean"
+    assert choose(sizes, "auto", False, sizes.logits * OF_DEVICE - 1) == "lean"
     with pytest.raises(SettingsError, match="memory='both'"):
-        choose(sizes, "both", True, False, 0)
+        choose(sizes, "both", True, 0)

@@ -59,12 +59,10 @@ def _part_of(found: LossHead) -> HeadPart:
 
 
 def _plans(seen: HeadTask, columns: int) -> tuple[Plan, Plan]:
-    if not seen.wanted:
-        return statistics_plan(seen.head, columns, seen.names, False), EMPTY
-    if seen.mode == EXPONENTIALS:
+    if seen.mode == EXPONENTIALS and seen.wanted:
         return exponentials_plan(seen.head, columns), from_exponentials_plan(seen.head, columns, seen.wanted)
     forward = statistics_plan(seen.head, columns, seen.names, seen.stored)
-    return forward, backward_plan(seen.head, columns, seen.names, seen.wanted, seen.stored)
+    return forward, backward_plan(seen.head, columns, seen.names, seen.wanted, seen.stored) if seen.wanted else EMPTY
 
 
 def _sums(seen: HeadTask) -> Half:

@@ -32,7 +32,9 @@ SHARES = {  # of a step, from left to right
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The charts of one run of a level; the files that were written."""
+    """The charts of one run of a level, or of ``benchmarks/errors.py``; the files that were written."""
+    if "results" in found:
+        return draw_errors(found, folder)
     if found["level"] == "model":
         return draw_shares(found, folder)
     rows: Rows = [r for r in found["rows"] if r["median"] is not None]
@@ -57,7 +59,7 @@ def draw_one(found: Mapping[str, Any], file: Path) -> list[Path]:
     if found.get("level") == "layer":
         return draw_overview(found, file)
     with TemporaryDirectory() as folder:
-        files = (draw_errors if "results" in found else draw)(found, Path(folder))
+        files = draw(found, Path(folder))
         if len(files) > 1:
             raise SettingsError(f"one picture for {', '.join(f.name for f in files)}", hint="give a folder")
         for drawn in files:

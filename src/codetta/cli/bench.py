@@ -19,7 +19,7 @@ from codetta.bench.model import STEPS, Chosen, model
 from codetta.bench.model_cases import CASES, DEFAULT_CASE
 from codetta.bench.model_rows import ModelReport
 from codetta.bench.paper import paper
-from codetta.bench.plots import draw, draw_errors, draw_one, draw_shares
+from codetta.bench.plots import draw, draw_one, draw_shares
 from codetta.bench.report import Report
 from codetta.bench.shapes import LLAMA, PAPER, SHAPES, Shape, chosen
 from codetta.cli.options import Json, errors, show
@@ -136,9 +136,7 @@ def _chart(file: Path | None, out: Path, variants: list[str]) -> None:
     found: dict[str, Any] = text.loads(file.read_text(encoding="utf-8"))
     if found.get("level") == "model":
         files = draw_shares(found, out, variants)
-    elif out.suffix == ".png":
-        files = draw_one(found, out)
     else:
-        files = draw_errors(found, out) if "results" in found else draw(found, out)
+        files = draw_one(found, out) if out.suffix == ".png" else draw(found, out)
     for written in files:
         errors.print(f"{written}")

@@ -66,14 +66,13 @@ def backward(
     """The gradients of x and weight from those of the statistics. What is held may be used again."""
     found, x, weight = Exponentials(*held), call.x, call.weight
     d_lse, d_target = (grads[name] if name in grads else torch.zeros_like(found.unit) for name in (LSE, TARGET))
-    dx = torch.empty_like(x) if wanted.x or wanted.weight else None  # first it holds x times the factor
-    scaled = dx if wanted.weight else None
+    dx, dw = torch.empty_like(x), torch.empty_like(weight) if wanted.weight else None
+    scaled = None if dw is None else dx  # first it holds x times the factor
     factor = head_rows(call.backend).scale_rows(_tensors(call), found, d_lse, d_target, scaled)
-    dw = torch.empty_like(weight) if wanted.weight else None
     with exact(x.device):
-        if dw is not None and scaled is not None:
-            weight_gradient(call.backend, found.matrix, scaled, dw)
-        if wanted.x and dx is not None:
+        if dw is not None:
+            weight_gradient(call.backend, found.matrix, dx, dw)
+        if wanted.x:
             values = {"held": found.matrix, "weight": weight, "factor": factor}
             _input_gradient(call.backend, call.head, weight.shape[0])(values, x.shape[0], {"d_x": dx})
     return dx if wanted.x else None, dw, None

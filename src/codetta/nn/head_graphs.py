@@ -189,10 +189,7 @@ def from_exponentials_plan(head: Head, cols: int, wanted: tuple[str, ...]) -> Pl
     """The gradients ``wanted`` of x and weight, where the logits' are ``held`` times a ``factor`` of each row. Run is
     that of x; ``weight_plan`` gets x times the factor, in memory that the input's gradient takes afterwards."""
     held, factor = input_("held", tile(cols, head.dtype)), input_("factor", colvec(compute_dtype(head.dtype)))
-    x, weight = (
-        input_("x", tile(head.features, head.dtype)),
-        input_("weight", tile(head.features, head.dtype, rows=cols)),
-    )
+    x, weight, *_ = head.linear(cols)[1]
     made = {
         "x": lambda: cast(mul(matmul(held, weight, "nn"), factor), head.dtype),
         "weight": lambda: cast(matmul(held, cast(mul(x, factor), head.dtype), "tn"), head.dtype),
@@ -206,10 +203,7 @@ def backward_plan(head: Head, cols: int, given: tuple[str, ...], wanted: tuple[s
     ``gradient_plan`` for each slab, with GEMMs of the library's behind it."""
     whole, inputs = _gradient(head, cols, given, stored)
     rounded = cast(whole, head.dtype)
-    x, weight = (
-        input_("x", tile(head.features, head.dtype)),
-        input_("weight", tile(head.features, head.dtype, rows=cols)),
-    )
+    x, weight, *_ = head.linear(cols)[1]
     made = {
         "x": lambda: cast(matmul(rounded, weight, "nn"), head.dtype),
         "weight": lambda: cast(matmul(rounded, x, "tn"), head.dtype),

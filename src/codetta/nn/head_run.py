@@ -176,8 +176,7 @@ def plans(head: Head, columns: int, tokens: int) -> list[Plan]:
     """The plans of a training step by kernels, in either mode, with lent memory and without, without options of the
     loss."""
     sizes = Sizes(tokens, head.features, columns, head.dtype.bytes)
-    ways = [(mode, lends) for mode in ("fast", "lean") for lends in (True, False)]
-    ways.append((EXPONENTIALS, False))
+    ways = [*((mode, lends) for mode in ("fast", "lean") for lends in (True, False)), (EXPONENTIALS, False)]
     return list(dict.fromkeys(p for way in ways for p in slab_plans(head, sizes, *way)))
 
 

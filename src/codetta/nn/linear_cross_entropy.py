@@ -163,10 +163,11 @@ def _statistics(
 
 
 def mode_of(head: Head, names: tuple[str, ...], sizes: Sizes, memory: str, lends: bool, device: torch.device) -> str:
-    """``fast`` or ``lean`` on that device, or instead of ``fast`` exponentials, where a head can be held so."""
+    """``fast`` or ``lean`` on that device, or instead of ``fast`` exponentials, which borrow nothing, where a head can
+    be held so."""
     place = device.type, device.index or 0
     plain = suits(head, names, sizes) and _has_rows(*place)
-    mode = choose(sizes, memory, lends, plain, _device_bytes(*place))
+    mode = choose(sizes, memory, lends and not plain, _device_bytes(*place))
     return EXPONENTIALS if mode == "fast" and plain else mode
 
 

@@ -89,15 +89,14 @@ class Slab:
         return self.stop - self.start
 
 
-def choose(sizes: Sizes, memory: str, lends: bool, keeps: bool, device_bytes: int) -> str:
-    """``fast`` or ``lean``; by the sizes and the device alone, so that a step does not depend on the one before.
-    ``keeps``: fast is exponentials, which borrow nothing."""
+def choose(sizes: Sizes, memory: str, lends: bool, device_bytes: int) -> str:
+    """``fast``, which ``lends`` or not, or ``lean``; by the sizes and the device alone, so that a step does not depend
+    on the one before."""
     if memory not in MODES:
         raise SettingsError(f"memory={memory!r}", hint=f"one of {', '.join(MODES)}")
     if memory != "auto":
         return memory
-    lent = lent_columns(sizes, EXPONENTIALS if keeps else "fast", lends)
-    more = sizes.logits - lent * sizes.tokens * sizes.itemsize
+    more = sizes.logits - lent_columns(sizes, "fast", lends) * sizes.tokens * sizes.itemsize
     return "fast" if more * OF_DEVICE <= (device_bytes or UNKNOWN_DEVICE) else "lean"
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 import interpreted
 import mirror
-from codetta.backends.hopper import memory, steps
+from codetta.backends.hopper import steps
 from codetta.backends.hopper.emulate import emulate
 from codetta.backends.hopper.gemm import Job
 from codetta.backends.hopper.lowered import Lowered, Sink
@@ -27,10 +26,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(steps, "compiled", lambda job: job)
     patch.setattr(steps, "launch", launch)
     patch.setattr(steps, "matmul", matmul)
-    patch.setattr(memory, "empty", interpreted.poisoned)
-    patch.setattr(interpreter, "_convert_float", interpreted.to_nearest)
-    patch.setattr(interpreter, "_patch_lang_tensor", interpreted.patched)
-    patch.setattr(interpreter.InterpreterBuilder, "create_dot", interpreted.dot)
+    interpreted.as_a_gpu(patch)
 
 
 def matmul(form: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,12 +12,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import interpreter
 
 import interpreted
 from codetta.backends.base import FAR, LEAST, MOST, HeadTensors
 from codetta.backends.hopper import exponentials as kernels
-from codetta.backends.hopper import memory
 from codetta.backends.hopper.binary import resources
 from codetta.backends.reference import exponentials as plain
 from codetta.core.types import bf16
@@ -32,10 +30,7 @@ needs_quack = pytest.mark.skipif(find_spec("quack") is None, reason="kernels nee
 
 @pytest.fixture
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memory, "empty", interpreted.poisoned)
-    monkeypatch.setattr(interpreter, "_convert_float", interpreted.to_nearest)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", interpreted.patched)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", interpreted.dot)
+    interpreted.as_a_gpu(monkeypatch)
     with np.errstate(all="ignore"):  # what numpy warns of, a GPU computes silently
         yield
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from codetta.backends.base import FAR, LEAST, MOST, Exponentials, HeadTensors
 from codetta.backends.hopper import memory
-from codetta.backends.hopper.rows.functions import exp, larger
+from codetta.backends.hopper.rows.functions import carried, exp, exp_less, larger, log_of_sum
 from codetta.backends.hopper.rows.source import bound_kernel
 from codetta.backends.hopper.stream import on_device
 
@@ -68,19 +68,18 @@ def measure_rows(  # noqa: PLR0913, PLR0917 - a kernel's arguments
     BLOCK: tl.constexpr,
 ) -> None:
     """The log-sum-exp of one part of the columns, as a maximum and a sum, for some rows of which one has overflowed."""
-    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    i, bad = _overflowed(lse, rows, MOST, ROWS)
     part = tl.program_id(1)
-    bad = tl.load(lse + i, mask=i < rows, other=0.0) > MOST
-    if tl.reduce(bad.to(tl.int32), 0, larger) > 0:
+    if _any(bad):
         m = tl.full((ROWS,), -float("inf"), tl.float32)
         s = tl.full((ROWS,), 0.0, tl.float32)
-        width = (columns + PARTS * COLUMNS - 1) // (PARTS * COLUMNS) * COLUMNS
+        width = _width(columns, PARTS, COLUMNS)
         for first in range(part * width, tl.minimum(part * width + width, columns), COLUMNS):
             v = (first + tl.arange(0, COLUMNS)).to(tl.int64)
             z = _logits(x, weight, i, v, rows, columns, features, ROWS, COLUMNS, BLOCK) * scale
             z = tl.where((v < columns)[None, :], z, -float("inf"))
-            new = tl.maximum(m, tl.reduce(z, 1, larger))
-            s = s * exp(m - new) + tl.reduce(exp(z - new[:, None]), 1, add)
+            new = larger(m, tl.reduce(z, 1, larger))
+            s = s * carried(m, new) + tl.reduce(exp_less(z, new[:, None]), 1, add)
             m = new
         tl.store(largest + i * PARTS + part, m, mask=i < rows)
         tl.store(total + i * PARTS + part, s, mask=i < rows)
@@ -105,14 +104,11 @@ def rewrite_rows(  # noqa: PLR0913, PLR0917 - a kernel's arguments
 ) -> None:
     """Probabilities in the place of exponentials, in one part of the columns, for those of some rows that have
     overflowed."""
-    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    i, bad = _overflowed(lse, rows, MOST, ROWS)
     part = tl.program_id(1)
-    bad = tl.load(lse + i, mask=i < rows, other=0.0) > MOST
-    if tl.reduce(bad.to(tl.int32), 0, larger) > 0:
-        place = i[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
-        m = tl.load(largest + place, mask=bad[:, None], other=0.0)
-        whole = _joined(m, tl.load(total + place, mask=bad[:, None], other=1.0))
-        width = (columns + PARTS * COLUMNS - 1) // (PARTS * COLUMNS) * COLUMNS
+    if _any(bad):
+        whole = _joined(largest, total, i, bad, PARTS)
+        width = _width(columns, PARTS, COLUMNS)
         for first in range(part * width, tl.minimum(part * width + width, columns), COLUMNS):
             v = (first + tl.arange(0, COLUMNS)).to(tl.int64)
             z = _logits(x, weight, i, v, rows, columns, features, ROWS, COLUMNS, BLOCK) * scale
@@ -145,10 +141,29 @@ def _logits(  # noqa: PLR0913, PLR0917 - a kernel's arguments
     return z
 
 
-def _joined(m: tl.tensor, s: tl.tensor) -> tl.tensor:
-    """The log-sum-exp of each row from those of its parts."""
-    largest = tl.reduce(m, 1, larger)
-    return largest + tl.log(tl.reduce(s * exp(m - largest[:, None]), 1, add))
+def _overflowed(lse: tl.tensor, rows: tl.tensor, MOST: tl.constexpr, ROWS: tl.constexpr) -> Any:
+    """A program's rows, and which of them have overflowed."""
+    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    return i, tl.load(lse + i, mask=i < rows, other=0.0) > MOST
+
+
+def _any(bad: tl.tensor) -> tl.tensor:
+    """Whether one of some rows has."""
+    return tl.reduce(bad.to(tl.int32), 0, larger) > 0
+
+
+def _width(columns: tl.tensor, PARTS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """The columns of a part, whole tiles."""
+    return (columns + PARTS * COLUMNS - 1) // (PARTS * COLUMNS) * COLUMNS
+
+
+def _joined(largest: tl.tensor, total: tl.tensor, i: tl.tensor, bad: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """The log-sum-exp of those rows from what was measured of their parts."""
+    place = i[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+    m = tl.load(largest + place, mask=bad[:, None], other=0.0)
+    s = tl.load(total + place, mask=bad[:, None], other=1.0)
+    top = tl.reduce(m, 1, larger)
+    return log_of_sum(top, tl.reduce(s * carried(m, top[:, None]), 1, add))
 
 
 def settle_rows(  # noqa: PLR0913, PLR0917 - a kernel's arguments
@@ -168,18 +183,14 @@ def settle_rows(  # noqa: PLR0913, PLR0917 - a kernel's arguments
     ROWS: tl.constexpr,
 ) -> None:
     """The numbers of some rows, those of rows that have overflowed from what was measured of them since."""
-    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    i, bad = _overflowed(lse, rows, MOST, ROWS)
     inside = i < rows
     c = tl.load(near + i, mask=inside, other=0.0)
     s = tl.load(lse + i, mask=inside, other=0.0)
     t = tl.load(target + i, mask=inside, other=0.0)
-    bad = s > MOST
     u = exp(-s)
-    if tl.reduce(bad.to(tl.int32), 0, larger) > 0:
-        place = i[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
-        m = tl.load(largest + place, mask=bad[:, None], other=0.0)
-        whole = _joined(m, tl.load(total + place, mask=bad[:, None], other=1.0))
-        s = tl.where(bad, whole - c, s)
+    if _any(bad):
+        s = tl.where(bad, _joined(largest, total, i, bad, PARTS) - c, s)
         u = tl.where(bad, 1.0, u)
     has = tl.load(index + i, mask=inside, other=-1) >= 0
     tl.store(lse_out + i, tl.where(has, s + c, 0.0), mask=inside)
@@ -205,7 +216,7 @@ def scale_row(  # noqa: PLR0913, PLR0917 - a kernel's arguments
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row of ``scale``."""
+    """One row of ``scale_rows``."""
     i = tl.program_id(0).to(tl.int64)
     at = tl.load(index + i).to(tl.int64)
     u = tl.load(unit + i)
@@ -224,20 +235,14 @@ def scale_row(  # noqa: PLR0913, PLR0917 - a kernel's arguments
             tl.store(scaled + i * features + k, (a * f).to(scaled.dtype.element_ty), mask=k < features)
 
 
-KERNELS = {
-    "near_target": (near_target, ()),
-    "measure_rows": (measure_rows, (_logits,)),
-    "rewrite_rows": (rewrite_rows, (_logits, _joined)),
-    "settle_rows": (settle_rows, (_joined,)),
-    "scale_row": (scale_row, ()),
-}
+CALLED = (_logits, _overflowed, _any, _width, _joined)
+KERNELS = {fn.__name__: fn for fn in (near_target, measure_rows, rewrite_rows, settle_rows, scale_row)}
 
 
 @cache
 def kernel(name: str, interpreted: bool) -> Any:
     """One of these kernels, for the GPU or for Triton's interpreter."""
-    fn, called = KERNELS[name]
-    return bound_kernel(fn, interpreted, called)
+    return bound_kernel(KERNELS[name], interpreted, CALLED)
 
 
 def _launch(name: str, grid: tuple[int, ...], on: torch.device, *given: object, **sizes: object) -> None:

@@ -30,10 +30,9 @@ def settle(
         whole = z.logsumexp(1)
         matrix[rows] = (z - whole[:, None]).exp().to(matrix.dtype)
         lse[rows] = whole - near[rows]
-    has, zero = head.targets >= 0, lse.new_zeros(())
     unit = torch.where(lse > MOST, 1.0, (-lse).exp())
     found = lse + near, target + near, unit, (target - lse).exp()
-    a, b, c, d = (torch.where(has, t, zero) for t in found)
+    a, b, c, d = (torch.where(head.targets >= 0, t, 0.0) for t in found)
     return a, b, Exponentials(matrix, c, d)
 
 

@@ -21,25 +21,24 @@ def _interpreted(fn: FunctionType, **options: Any) -> Any:
     return InterpretedFunction(fn)
 
 
-def _names(wrap: Wrap) -> dict[str, Any]:
-    """The globals of a kernel: the language, and the functions of ours, each seeing the others."""
-    scope: dict[str, Any] = {"tl": tl, "add": tl.standard._sum_combine, "__name__": __name__}
-    for fn in FUNCTIONS:
+def _bind(scope: dict[str, Any], functions: Sequence[Any], wrap: Wrap) -> dict[str, Any]:
+    """The globals of a kernel with these functions among them, each seeing the others."""
+    for fn in functions:
         bound = FunctionType(fn.__code__, scope, fn.__name__)
-        bound.__module__, bound.__doc__ = fn.__module__, fn.__doc__
+        bound.__module__, bound.__doc__, bound.__annotations__ = fn.__module__, fn.__doc__, fn.__annotations__
         scope[fn.__name__] = wrap(bound)
     return scope
 
 
+def _names(wrap: Wrap) -> dict[str, Any]:
+    """The globals of a kernel: the language, and the functions of ours."""
+    return _bind({"tl": tl, "add": tl.standard._sum_combine, "__name__": __name__}, FUNCTIONS, wrap)
+
+
 def bound_kernel(fn: Any, interpreted: bool, called: Sequence[Any] = ()) -> Any:
     """A kernel that is written by hand, with the functions that it calls, as those of generated text are bound."""
-    wrap: Wrap = _interpreted if interpreted else triton.jit
-    scope = dict(ON_CPU if interpreted else ON_GPU)
-    for f in (*called, fn):
-        bound = FunctionType(f.__code__, scope, f.__name__)
-        bound.__module__, bound.__doc__, bound.__annotations__ = f.__module__, f.__doc__, f.__annotations__
-        scope[f.__name__] = wrap(bound)
-    return scope[fn.__name__]
+    names, wrap = (ON_CPU, _interpreted) if interpreted else (ON_GPU, triton.jit)
+    return _bind(dict(names), (*called, fn), wrap)[fn.__name__]
 
 
 ON_GPU: dict[str, Any] = _names(triton.jit)
