@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("codetta needs Python 3.11 or later, not " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV): $(TORCH), codetta and its development tools (some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)' -e '.[dev,hopper]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)' -e '.[dev,hopper,flash]'
 	@touch $@
 
 demo: $(STAMP)  ## train a small Llama twice, eager and codetta, and compare

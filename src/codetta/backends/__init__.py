@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from codetta.backends.base import Backend, HeadRows
 from codetta.backends.hopper.support import why_not, why_not_installed
 from codetta.errors import SettingsError, UnsupportedError
@@ -32,6 +34,18 @@ def head_rows(name: str) -> HeadRows:
     found: Any = importlib.import_module(f"codetta.backends.{name}.exponentials")
     rows: HeadRows = found
     return rows
+
+
+def attention(name: str) -> Any:
+    """A backend's attention: ``reference.attention``."""
+    return importlib.import_module(f"codetta.backends.{name}.attention")
+
+
+def add_rows(name: str) -> Callable[[Tensor, Tensor, Tensor, int], None]:
+    """A backend's way to add an embedding's gradient to what its weight already has: ``reference.embedding``."""
+    found: Callable[[Tensor, Tensor, Tensor, int], None]
+    found = importlib.import_module(f"codetta.backends.{name}.embedding").add_rows
+    return found
 
 
 def get_bench(progress: Callable[[str, int, int], None]) -> Any:

@@ -35,6 +35,14 @@ class Runnable(Protocol):
         ...
 
 
+class Attention(NamedTuple):
+    """What attention looks at, everything or what comes no later, or that within a window; and the factor of scores."""
+
+    causal: bool
+    window: int | None
+    scale: float
+
+
 class HeadTensors(NamedTuple):
     """A head: x (tokens, features), weight (columns, features), the targets' columns in int32, -1 for none, and the
     factor of the logits."""

@@ -17,6 +17,7 @@ from codetta.capture.programs import PROGRAM, PROGRAMS
 from codetta.capture.scope import Meaning, Scope
 from codetta.capture.views import VIEWS
 from codetta.errors import UnsupportedError
+from codetta.nn.attention import flash_attention
 
 aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ GEMMS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.d
 REASONS: dict[Any, str] = {
     aten.scaled_dot_product_attention.default: "attention stays with PyTorch",
     block_attention: "attention stays with PyTorch",
+    flash_attention: "attention is FlashAttention's",
     block_lists: "which blocks attention looks at is found by PyTorch",
     aten.embedding.default: "an embedding is a gather of rows",
     aten.detach.default: "the gradient stops here",

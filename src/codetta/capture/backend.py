@@ -28,6 +28,7 @@ from codetta.capture.options import BackendOptions, parse
 from codetta.capture.segment import Capture, Segment, cut, token_rows
 from codetta.capture.splice import splice
 from codetta.capture.static import keep_static_inputs
+from codetta.capture.tied import tie_embeddings
 from codetta.capture.wide import double_precision, widened
 from codetta.errors import CaptureError, SettingsError
 from codetta.ir.graph import Graph
@@ -136,7 +137,8 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
         warnings.warn(f"codetta leaves a graph to PyTorch unchanged: {error}", stacklevel=3)
         return _inner(chosen, device)(gm, example_inputs)
     inner = WIDE if chosen.widen else _inner_name(chosen, device)
-    attention = make_attention_causal(graph, inner) if chosen.prove_masks else []
+    by_flash = chosen.attention == "auto" and not chosen.widen and found.backend == "hopper"
+    attention = make_attention_causal(graph, inner, by_flash) if chosen.prove_masks else []
     if chosen.widen:
         graph = widened(graph)
     hidden = logits_outputs(graph) if chosen.logits == "never" else []
@@ -146,6 +148,8 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
     if chosen.rewrite:
         options = Options(found.backend, chosen.memory, packed, chosen.batch_invariant)
         graph = _rewritten(graph, options, attention, heads)
+        if torch.is_grad_enabled() and inner == "inductor":  # which alone writes where nobody looks any more
+            tie_embeddings(graph)
     if chosen.cudagraphs:
         keep_static_inputs(gm, graph)
     run = _inner(chosen, device)(graph, example_inputs)

@@ -125,17 +125,26 @@ def why_not(heads: Heads, documents: Sequence[Tensor], dropout: float, scale: ob
     return _why_not_sizes(heads, documents)
 
 
-def _why_not_sizes(heads: Heads, documents: Sequence[Tensor]) -> str | None:
+def why_not_alike(heads: Heads) -> str | None:
+    """The reason why keys and values are not alike, of the queries' size and in equal groups of them, or ``None``."""
     query, key, value = heads
-    batch, count, length, size = query.shape
+    batch, count, _, size = query.shape
     alike = all(statically_known_true(m == n) for m, n in zip(key.shape, value.shape, strict=True))
     if not alike or not statically_known_true(key.shape[3] == size) or not statically_known_true(key.shape[0] == batch):
         return "queries, keys and values are not alike"
-    if not _known(size) or size not in HEAD_SIZES:
+    if not known(count) or not known(key.shape[1]) or count % key.shape[1]:
+        return "heads are not in equal groups"
+    return None
+
+
+def _why_not_sizes(heads: Heads, documents: Sequence[Tensor]) -> str | None:
+    query, key, _ = heads
+    batch, _, length, size = query.shape
+    if (reason := why_not_alike(heads)) is not None:
+        return reason
+    if not known(size) or size not in HEAD_SIZES:
         return f"block attention takes no heads of {size}"
-    if not _known(count) or not _known(key.shape[1]) or count % key.shape[1]:
-        return "block attention needs heads in equal groups"
-    if not _known(length) and query.device.type != "meta":  # plans are for any length
+    if not known(length) and query.device.type != "meta":  # plans are for any length
         # seen on an H200 with torch 2.11: gradients of a graph for all lengths were off, those for one length are right
         return "block attention takes texts of one length"
     if not guard_or_false(key.shape[2] == length):
@@ -166,7 +175,7 @@ def _is_table(table: Tensor, batch: int, length: int) -> bool:
     return len(lead) <= 1 and (shared or statically_known_true(lead[0] == batch)) and guard_or_false(last == length)
 
 
-def _known(size: object) -> bool:
+def known(size: object) -> bool:
     """Whether a size is a number and no symbol."""
     return isinstance(size, int)
 

@@ -19,7 +19,8 @@ def announce_ops() -> None:
     lowering = importlib.import_module("torch._inductor.lowering")
     ours = torch.ops.codetta
     for op in (ours.segment_forward.default, ours.segment_backward.default, ours.head_forward.default,
-               ours.head_backward.default, ours.segment.default, ours.head.default):  # fmt: skip
+               ours.head_backward.default, ours.segment.default, ours.head.default, ours.attention.default,
+               ours.attention_backward.default, ours.add_rows_.default):  # fmt: skip
         if op not in lowering.lowerings:
             tag = lowering.get_layout_constraint_tag(op, with_default=True)
             lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag), warn=False)

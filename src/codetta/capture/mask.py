@@ -5,7 +5,7 @@ causal, the call becomes ``is_causal=True, enable_gqa=True`` on the keys and val
 
 Packed documents and windows shorter than the text are proven too. scaled_dot_product_attention has a causal path alone,
 so where Inductor compiles for a GPU the call becomes one of ``block_attention``. Elsewhere it keeps its mask, and the
-reason is told.
+reason is told. What needs no mask, or a window alone, is FlashAttention's where that is installed (``flash``).
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.fx.node import map_arg
 
+from codetta.capture import flash
 from codetta.capture.block_attention import (
     CACHEABLE,
     ORDERS,
@@ -46,6 +47,7 @@ from codetta.capture.elements import (
 from codetta.capture.inplace import PINNED
 from codetta.capture.normalise import placeholder_name
 from codetta.capture.peel import same_layout
+from codetta.nn.attention import flash_attention
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -103,21 +105,22 @@ def prove(node: Node) -> Facts:
 
 @dataclass(slots=True)
 class _Proofs:
-    """What is known of the masks of one graph, the block lists that calls with the same mask share, and who compiles
-    the graph."""
+    """What is known of the masks of one graph, the block lists that calls with the same mask share, who compiles the
+    graph, and whether FlashAttention may serve it."""
 
     inner: str
+    flash: bool
     facts: dict[Node, Facts] = field(default_factory=dict)
     lists: dict[Node, Node] = field(default_factory=dict)
 
 
-def make_attention_causal(gm: GraphModule, inner: str = "eager") -> list[str]:
+def make_attention_causal(gm: GraphModule, inner: str = "eager", flash: bool = False) -> list[str]:
     """Rewrite the attention calls of a normalised graph where a proof allows it; one line a call says what was done.
 
-    ``inner`` compiles the graph afterwards: block attention needs "inductor"."""
-    proofs = _Proofs(inner)
+    ``inner`` compiles the graph afterwards: block attention needs "inductor". ``flash``: FlashAttention may serve."""
+    proofs = _Proofs(inner, flash)
     calls = gm.graph.find_nodes(op="call_function", target=SDPA)
-    lines = [f"{_place(node)}: {_rewrite(node, proofs)}" for node in calls]
+    lines = [f"{_place(node)}: {_rewrite(node, proofs)}{_by_flash(node, proofs)}" for node in calls]
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
@@ -208,6 +211,8 @@ def _in_blocks(node: Node, mask: Node, reason: str, proofs: _Proofs) -> str:
     """Make a call one of ``block_attention`` if it can be; what was done, or beside ``reason`` why it was not."""
     facts, plain = proofs.facts[mask], _unrepeated(node)
     heads: Any = (node.args[0], *(plain or node.args[1:3]))
+    if proofs.flash and not facts.documents and _flash_instead(node, heads, facts.causal, facts.window) is None:
+        return "now FlashAttention" + ", enable_gqa=True" * (plain is not None)
     given: Any = heads, facts.documents
     live, tables = map_arg(given, lambda n: n.meta["val"])
     dropout, scale = _argument(node, 4, "dropout_p", 0.0), node.kwargs.get("scale")
@@ -222,6 +227,26 @@ def _in_blocks(node: Node, mask: Node, reason: str, proofs: _Proofs) -> str:
             node.meta.update(CACHEABLE)
             return "now block attention (flex)" + ", enable_gqa=True" * (plain is not None)
     return f"left alone: {reason}, and block attention would lay out its result differently"
+
+
+def _by_flash(node: Node, proofs: _Proofs) -> str:
+    """Make a call that has no mask one of FlashAttention if it can be; what was done, or why it was not."""
+    if not proofs.flash or node.target is not SDPA or _argument(node, 3, "attn_mask") is not None:
+        return ""
+    reason = _flash_instead(node, node.args[:3], bool(_argument(node, 5, "is_causal", False)), None)
+    return "; by FlashAttention" if reason is None else f"; not by FlashAttention: {reason}"
+
+
+def _flash_instead(node: Node, heads: Any, causal: bool, window: int | None) -> str | None:
+    """Make ``node`` a call of FlashAttention; the reason why not."""
+    scale = node.kwargs.get("scale")
+    live = map_arg(heads, lambda n: n.meta["val"])
+    reason = flash.why_not(live, _argument(node, 4, "dropout_p", 0.0), scale, causal)
+    options = {"causal": causal, "window": window, "scale": scale}
+    reason = reason or _call_instead(node, flash_attention, tuple(heads), options)
+    if reason is None:
+        node.meta.update(flash.CACHEABLE)
+    return reason
 
 
 def _lists_before(node: Node, query: Any, facts: Facts) -> Node:

@@ -10,6 +10,7 @@ from codetta.errors import SettingsError
 from codetta.partition.cut import MEMORY, Memory
 
 CHOICES: dict[str, tuple[object, ...]] = {
+    "attention": ("auto", "sdpa"),
     "batch_invariant": (False, True),
     "cudagraphs": (False, True),
     "logits": ("auto", "always", "never"),
@@ -27,6 +28,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
 class BackendOptions:
     """What may be asked for.
 
+    ``attention``: "auto" runs attention that needs no mask, or is causal within a window, on FlashAttention where
+    kernels run and flash-attn-4 is installed. "sdpa" leaves it to PyTorch.
     ``logits``: "auto" returns what the model returns; a head whose logits only its loss reads becomes one call with it
     where that saves their memory. "always" computes logits as the model does. "never" returns a placeholder for logits
     that raises when it is used, and makes that call of every such head.
@@ -45,6 +48,7 @@ class BackendOptions:
     For bisecting and tests, ``rewrite=False`` leaves the captured graph as it is, and ``widen=True`` runs it in float64
     whatever casts it contains."""
 
+    attention: str = "auto"
     logits: str = "auto"
     memory: Memory = "balanced"
     inner: str = "auto"

@@ -26,9 +26,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    if len(shape) == 2:
+    if len(shape) == 2:  # what most have, made first
         return max(shape[1], 1), 1
-    return (1,) * len(shape)
+    found = [1] * len(shape)
+    for i in range(len(shape) - 1, 0, -1):
+        found[i - 1] = found[i] * max(shape[i], 1)
+    return tuple(found)
 
 
 def _view(t: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:

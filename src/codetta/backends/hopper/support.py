@@ -37,6 +37,9 @@ PINS = (
     Pin("triton", "", "triton"),
 )
 
+# The extra `flash`: attention where there is a path for it without a mask; without it, PyTorch's own.
+FLASH = Pin("flash-attn-4", "==4.0.0b36", "flash_attn")
+
 
 def why_not(device: torch.device | int | None = None) -> str | None:
     """The reason why kernels cannot run on a device (by default the current one), and what to do; None if they can."""
@@ -71,6 +74,13 @@ def why_not_installed() -> str | None:
         return f"the kernels' packages exist for Linux on x86-64, and this is {platform.system()} {platform.machine()}"
     wrong = [reason for reason in map(_why_not_pin, PINS) if reason is not None]
     return f"{'; '.join(wrong)}: {INSTALL}" if wrong else _why_not_layout()
+
+
+@cache
+def why_not_flash() -> str | None:
+    """The reason why FlashAttention is not what it must be; None if it is."""
+    reason = _why_not_pin(FLASH)
+    return None if reason is None else f"{reason}: pip install 'codetta[flash]'"
 
 
 def _why_not_pin(pin: Pin) -> str | None:

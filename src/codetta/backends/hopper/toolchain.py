@@ -41,6 +41,12 @@ def _prepare() -> None:
         os.environ.setdefault("QUACK_CACHE_DIR", str(kernel_cache()))
 
 
+def keep_attention_kernels() -> None:
+    """Tell FlashAttention, before it is imported, to keep what it compiles beside our kernels."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(settings.cache_dir() / "attention"))
+
+
 _prepare()
 
 import quack.cache  # noqa: E402  the preparation above must come first

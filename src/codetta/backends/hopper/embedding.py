@@ -1,0 +1,72 @@
+"""The gradient of an embedding, added to one that its weight already has, as a Triton kernel.
+
+Ids are sorted, and one program adds up the rows of one id, in order: the same bits every time, no atomics, and only the
+rows that occur are read and written. Kernels are bound to Triton's names as those of ``rows`` are; tensors on the CPU
+run in Triton's interpreter, which is for tests."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from codetta.backends.hopper.rows.source import bound_kernel
+from codetta.backends.hopper.stream import on_device
+
+add = tl.standard._sum_combine
+ROWS, BLOCK = 8, 512  # rows and features at once
+OPTIONS: dict[str, Any] = {"num_warps": 4}
+
+
+def add_run(  # noqa: PLR0913, PLR0917 - a kernel's arguments
+    into: tl.tensor,
+    ids: tl.tensor,
+    order: tl.tensor,
+    rows: tl.tensor,
+    count: tl.tensor,
+    features: tl.tensor,
+    padding: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """All rows of the id that begins here in the sorted ``ids``, a block of their features."""
+    i = tl.program_id(0)
+    at = tl.load(ids + i)
+    begins = at != tl.load(ids + i - 1, mask=i > 0, other=-1)
+    if begins & (at != padding):
+        k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = k < features
+        total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
+        first = i
+        more = begins
+        while more:
+            n = first + tl.arange(0, ROWS)
+            same = tl.load(ids + n, mask=n < count, other=-1) == at
+            place = tl.load(order + n, mask=same, other=0).to(tl.int64) * features
+            row = tl.load(rows + place[:, None] + k[None, :], mask=same[:, None] & inside[None, :], other=0.0)
+            total += row.to(tl.float32)
+            first += ROWS
+            more = tl.load(ids + first, mask=first < count, other=-1) == at
+        out = into + at.to(tl.int64) * features + k
+        total = tl.reduce(total, 0, add) + tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out, total.to(into.dtype.element_ty), mask=inside)
+
+
+@cache
+def kernel(interpreted: bool) -> Any:
+    """The kernel, for the GPU or for Triton's interpreter."""
+    return bound_kernel(add_run, interpreted, ())
+
+
+def add_rows(into: Tensor, ids: Tensor, rows: Tensor, padding: int) -> None:
+    """``reference.embedding.add_rows``."""
+    count, features = rows.shape
+    if count and features:
+        with on_device(into.device):
+            found, order = torch.sort(ids.to(torch.int32), stable=True)
+            grid = count, -(-features // BLOCK)
+            run = kernel(into.device.type == "cpu")
+            run[grid](into, found, order, rows, count, features, padding, ROWS=ROWS, BLOCK=BLOCK, **OPTIONS)

@@ -1,0 +1,48 @@
+"""Which calls of attention FlashAttention serves: without a mask, or causal within a window, of 16-bit floats."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
+from codetta.backends.hopper import support
+from codetta.capture.block_attention import Heads, known, why_not_alike
+from codetta.nn import attention
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = range(8, 257, 8)
+SHORT = 128  # keys, one block of them: nothing to gain
+
+# What a call carries, so that AOTAutograd's cache takes its graph.
+CACHEABLE = {"is_wrapped": True, "user_cache_hash": hashlib.sha256(Path(attention.__file__).read_bytes()).hexdigest()}
+
+
+def why_not(heads: Heads, dropout: float, scale: object, causal: bool) -> str | None:
+    """The reason why FlashAttention cannot serve these (batch, heads, length, size), or ``None``."""
+    if (reason := support.why_not_flash()) is not None:
+        return reason
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "torch.backends.cuda.enable_flash_sdp(False) was called"
+    if any(t.dim() != 4 for t in heads):
+        return "it takes four dimensions"
+    if dropout:
+        return "it has no dropout"
+    if not isinstance(scale, float | int | None):
+        return f"it takes no scale of {scale}"
+    dtypes = dict.fromkeys(t.dtype for t in heads)
+    if len(dtypes) > 1 or not dtypes.keys() <= {*DTYPES}:
+        return f"it takes no {' and '.join(map(str, dtypes))}"
+    return why_not_alike(heads) or _why_not_sizes(heads, causal)
+
+
+def _why_not_sizes(heads: Heads, causal: bool) -> str | None:
+    query, key, _ = heads
+    size, keys = query.shape[3], key.shape[2]
+    if not known(size) or size not in HEAD_SIZES:
+        return f"it takes no heads of {size}"
+    if causal and not guard_or_false(query.shape[2] == keys):
+        return f"{query.shape[2]} queries and {keys} keys"
+    return f"{keys} keys are one block" if statically_known_true(keys <= SHORT) else None

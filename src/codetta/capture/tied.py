@@ -1,0 +1,69 @@
+"""Weights that an embedding and a head share: the head takes them from the embedding's hand, whose gradient then is
+added to the head's in place (``nn.embedding``)."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import GraphModule
+
+from codetta.capture.loss_head import CASTS, head_loss
+from codetta.capture.normalise import is_parameter
+from codetta.nn import embedding
+from codetta.nn.embedding import embedding_of_tied
+
+EMBEDDING = torch.ops.aten.embedding.default
+# What makes its weight's gradient anew each time, so that it may be written over.
+OURS = {head_loss, torch.ops.codetta.segment.default}
+# What the node carries, so that AOTAutograd's cache takes a graph that calls the function.
+CACHEABLE = {"is_wrapped": True, "user_cache_hash": hashlib.sha256(Path(embedding.__file__).read_bytes()).hexdigest()}
+
+
+def tie_embeddings(spliced: GraphModule) -> int:
+    """Replace embeddings of trained parameters that only segments and heads of ours read besides; returns how many."""
+    order = {n: i for i, n in enumerate(spliced.graph.nodes)}
+    found = [n for n in spliced.graph.find_nodes(op="call_function", target=EMBEDDING) if _is_tied(n, order)]
+    for node in found:
+        _tie(spliced.graph, node)
+    if found:
+        spliced.graph.lint()
+        spliced.recompile()
+    return len(found)
+
+
+def _is_tied(node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    weight, _, _, scaled, sparse = node.args + (-1, False, False)[len(node.args) - 2 :]
+    if not isinstance(weight, fx.Node) or weight.op != "placeholder" or not is_parameter(weight):
+        return False
+    others = [u for u in weight.users if u is not node]
+    plain = not scaled and not sparse and weight.meta["val"].requires_grad
+    return plain and bool(others) and all(_is_ours(u) and order[u] > order[node] for u in others)
+
+
+def _is_ours(user: fx.Node) -> bool:
+    """Whether a reader of a weight, or all that read its cast, are calls of ours."""
+    value = user.meta.get("val")
+    if user.target in CASTS and value is not None and value.dtype != user.args[0].meta["val"].dtype:  # type: ignore[union-attr]
+        return all(map(_is_ours, user.users))
+    return user.target in OURS
+
+
+def _tie(graph: fx.Graph, node: fx.Node) -> None:
+    weight, ids, *rest = node.args
+    others = [u for u in weight.users if u is not node]  # type: ignore[union-attr]
+    padding: Any = rest[0] if rest else -1
+    with graph.inserting_before(node):
+        call = graph.call_function(embedding_of_tied, (weight, ids, padding))
+        call.meta = dict(CACHEABLE)
+        rows, again = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
+    values = node.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
+    call.meta["val"], rows.meta["val"], again.meta["val"] = values, *values
+    for user in others:
+        user.replace_input_with(weight, again)  # type: ignore[arg-type]
+    node.replace_all_uses_with(rows)
+    graph.erase_node(node)

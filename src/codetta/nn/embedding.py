@@ -1,0 +1,58 @@
+"""An embedding whose weight is read once more, by a head that is tied to it.
+
+Its gradient is a few rows of a large matrix. PyTorch makes zeros of the whole, adds the rows to those, and that to the
+head's gradient: three passes over as many bytes as the weight has. Here the head takes the weight from the embedding's
+hand, so that its gradient is there first, and the rows are added to it in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from codetta.backends import add_rows
+from codetta.backends.hopper.support import why_not
+
+LIBRARY = torch.library.Library("codetta", "FRAGMENT")
+LIBRARY.define("add_rows_(Tensor(a!) into, Tensor ids, Tensor rows, int padding) -> ()")
+
+
+def embedding_of_tied(weight: Tensor, ids: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """The rows of ``weight`` (columns, features) that ``ids`` name, and the weight for whoever reads it after. The
+    gradient that comes back for that one is written over: it must be nobody else's, as where operators of ours make
+    it. ``padding`` is the id whose row gets no gradient of the embedding, -1 for none."""
+    rows, again = _Tied.apply(weight, ids, padding)
+    return rows, again
+
+
+class _Tied(torch.autograd.Function):
+    """Both as one node of autograd's graph, behind all readers of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+        """The rows, and the weight itself."""
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.shape = padding, weight.shape
+        ctx.set_materialize_grads(False)
+        return torch.nn.functional.embedding(ids, weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor | None, d_weight: Tensor | None) -> tuple[Tensor | None, None, None]:
+        """The weight's gradient."""
+        if d_rows is None:
+            return d_weight, None, None
+        (ids,) = ctx.saved_tensors
+        into = d_rows.new_zeros(ctx.shape) if d_weight is None else d_weight
+        torch.ops.codetta.add_rows_(into, ids.reshape(-1), d_rows.reshape(-1, ctx.shape[1]), ctx.padding)
+        return into, None, None
+
+
+def _add_rows(into: Tensor, ids: Tensor, rows: Tensor, padding: int) -> None:
+    on_gpu = into.is_cuda and into.is_contiguous() and into.dtype != torch.float64 and why_not(into.device) is None
+    with torch.no_grad():
+        add_rows("hopper" if on_gpu else "reference")(into, ids, rows.contiguous(), padding)
+
+
+LIBRARY.impl("add_rows_", _add_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("codetta::add_rows_", lambda into, ids, rows, padding: None, lib=LIBRARY)
