@@ -53,6 +53,7 @@ LATE_ROOM = "runtime"  # the one room that a late import may reach to the right 
 OPTIONAL = {
     "accelerate",
     "cutlass",
+    "flash_attn",
     "liger_kernel",
     "matplotlib",
     "quack",

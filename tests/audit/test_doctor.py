@@ -92,7 +92,8 @@ def test_a_source_tree_knows_its_pins(monkeypatch):
 
     monkeypatch.setattr(doctor.metadata, "requires", absent)
     packages = {p.name: p for p in diagnose().packages}
-    assert {p.name: p.versions for p in support.PINS} == {p.name: packages[p.name].wanted for p in support.PINS}
+    pins = *support.PINS, support.FLASH
+    assert {p.name: p.versions for p in pins} == {p.name: packages[p.name].wanted for p in pins}
 
 
 def test_the_tables_that_serve_are_named(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 
 from codetta.backends import BACKENDS, get_backend
 from codetta.backends.hopper import support
-from codetta.backends.hopper.support import PINS, why_not, why_not_installed, why_not_version
+from codetta.backends.hopper.support import FLASH, PINS, why_not, why_not_flash, why_not_installed, why_not_version
 from codetta.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
@@ -23,16 +23,19 @@ ROOT = Path(__file__).parents[2]
 def _nothing_is_remembered():
     support._why_not_on.cache_clear()
     why_not_installed.cache_clear()
+    why_not_flash.cache_clear()
     yield
     support._why_not_on.cache_clear()
     why_not_installed.cache_clear()
+    why_not_flash.cache_clear()
 
 
 def test_pins_are_those_of_pyproject():
     """One table in the code, one in pyproject.toml: they are the same."""
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["hopper"]
-    asked = [line.partition(";")[0].strip().replace("[cu13]", "") for line in extra]
-    assert asked == [f"{p.name}{p.versions}" for p in PINS]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name, pins in (("hopper", PINS), ("flash", (FLASH,))):
+        asked = [line.partition(";")[0].strip().replace("[cu13]", "") for line in extras[name]]
+        assert asked == [f"{p.name}{p.versions}" for p in pins]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,11 @@ def gpus(monkeypatch, *found: tuple[str, int, int], current: int = 0) -> None:
 def packages(monkeypatch, **versions: str | None) -> None:
     """Pretend that all packages are installed as pinned, but for these."""
     pinned = {p.name: p.versions.lstrip("=>") or "1" for p in PINS}
-    known = {**pinned, **{name.replace("_", "-"): version for name, version in versions.items()}}
+    known = {
+        **pinned,
+        FLASH.name: FLASH.versions.lstrip("="),
+        **{name.replace("_", "-"): version for name, version in versions.items()},
+    }
 
     def version(name: str) -> str:
         if known[name] is None:
@@ -162,3 +169,18 @@ def test_backends_by_name():
     assert get_backend("reference").__name__ == "Executable"
     with pytest.raises(SettingsError, match=r"no backend 'cuda'(.|\n)*there are: hopper, reference"):
         get_backend("cuda")
+
+
+@pytest.mark.parametrize(
+    "version, reason",
+    [
+        ("4.0.0b36", None),
+        ("4.0.0b35", "flash-attn-4 4.0.0b35 is not ==4.0.0b36: pip install 'codetta[flash]'"),
+        (None, "flash-attn-4 is not installed: pip install 'codetta[flash]'"),
+    ],
+)
+def test_flash_attention_is_asked_for_apart(version, reason, monkeypatch):
+    """Kernels run without it."""
+    packages(monkeypatch, flash_attn_4=version)
+    assert why_not_flash() == reason
+    assert why_not_installed() is None

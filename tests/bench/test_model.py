@@ -178,6 +178,31 @@ def test_attention_made_causal_by_hand_has_no_mask(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(plain, causal)
 
 
+def test_flash_attention_by_hand(monkeypatch: pytest.MonkeyPatch):
+    """The kernels that ours takes, in a graph that is otherwise PyTorch's."""
+    found: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(str(n.target) for n in gm.graph.nodes if "attention" in str(n.target))
+        return gm.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda net: net)
+    net, batch = TINY.build("cpu")
+    expected = net(**batch).loss
+    torch._dynamo.reset()
+    call = real(model_cases.CONTENDERS[model_cases.FLASH](net, {}), backend=backend)
+    torch.testing.assert_close(call(**batch).loss, expected)
+    assert found == ["codetta.attention"] * 2
+
+
+def test_attention_as_pytorch_computes_it_is_a_contender(monkeypatch: pytest.MonkeyPatch):
+    given: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda net, **options: given.append(options))
+    model_cases.CONTENDERS[model_cases.SDPA](torch.nn.Linear(1, 1), {"memory": "lean"})
+    assert given == [{"backend": "codetta", "options": {"memory": "lean", "attention": "sdpa", "logits": "never"}}]
+
+
 def test_liger_patches_the_instance_with_its_loss(monkeypatch: pytest.MonkeyPatch):
     calls: list[dict[str, Any]] = []
     stub = SimpleNamespace(_apply_liger_kernel_to_instance=lambda **given: calls.append(given))

@@ -81,7 +81,7 @@ def told(found: list[CapturedGraph]) -> set[str]:
 def test_window(dtype: torch.dtype, inner: str):
     """A window shorter than the text, and a text that is no multiple of a block."""
     with recording() as found:
-        whole_model_agrees(model("mistral", dtype), batch(333), inner=inner)
+        whole_model_agrees(model("mistral", dtype), batch(333), inner=inner, attention="sdpa")
     assert told(found) == {f"causal + window {WINDOW}; {NOW}"}
 
 
@@ -89,7 +89,7 @@ def test_window(dtype: torch.dtype, inner: str):
 def test_documents(kind: str, inner: str):
     """Packed documents, other ones in each sequence; with a window, too."""
     with recording() as found:
-        whole_model_agrees(model(kind), {**batch(300), **packed(300)}, inner=inner)
+        whole_model_agrees(model(kind), {**batch(300), **packed(300)}, inner=inner, attention="sdpa")
     window = f" + window {WINDOW}" if kind == "mistral" else ""
     assert told(found) == {f"causal{window} + same document (cumsum); {NOW}"}
 
@@ -98,7 +98,7 @@ def test_lengths_that_vary(inner: str):
     """A graph for one length attends in blocks; the one for all lengths keeps its mask. Both are as near to eager as
     bfloat16 allows."""
     eager = model("mistral")
-    ours = compiled(eager, inner=inner)
+    ours = compiled(eager, inner=inner, attention="sdpa")
     with recording() as found:
         for length in (300, 411, 512, 1100):
             given = {**batch(length, seed=length), **packed(length)}

@@ -17,7 +17,15 @@ from rich.table import Table
 
 import codetta
 from codetta import settings
-from codetta.backends.hopper.support import PINS, no_device, why_not, why_not_installed, why_not_version
+from codetta.backends.hopper.support import (
+    FLASH,
+    PINS,
+    no_device,
+    why_not,
+    why_not_flash,
+    why_not_installed,
+    why_not_version,
+)
 from codetta.backends.hopper.table import tables
 from codetta.errors import SettingsError
 
@@ -32,6 +40,7 @@ PACKAGES = (
     "torch-c-dlpack-ext",
     "cloudpickle",
     "triton",
+    "flash-attn-4",
     "matplotlib",
 )
 
@@ -161,7 +170,8 @@ def _requirement(name: str) -> tuple[str, str]:
     try:
         lines = metadata.requires("codetta") or []
     except metadata.PackageNotFoundError:  # a source tree
-        lines = [f"{p.name}{p.versions}; extra == 'hopper'" for p in PINS]
+        asked = [*((p, "hopper") for p in PINS), (FLASH, "flash")]
+        lines = [f"{p.name}{p.versions}; extra == '{extra}'" for p, extra in asked]
     found = [(versions, extra) for asked, versions, extra in map(_parsed, lines) if asked == name]
     users = [f for f in found if f[1] != "dev"] or found
     return next((f for f in users if f[0]), users[0] if users else ("", ""))
@@ -214,6 +224,8 @@ def _targets(gpus: Sequence[Device]) -> Iterable[Target]:
     if not gpus and (missing := why_not_installed()) is not None:
         reasons.append(missing)
     yield Target("hopper backend", bool(runs), f"kernels on {', '.join(runs)}" if runs else "; ".join(reasons))
+    flash = why_not_flash()
+    yield Target("attention by FlashAttention", bool(runs) and flash is None, flash or "where kernels run")
     others = list(dict.fromkeys(d.name for d in gpus if d.why_not))
     if others:
         reason = f"models on {', '.join(others)}: the original graph goes to Inductor, since kernels do not run there"

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from codetta.audit.models import PRESETS, Preset, dtype_named, random_model, token_batch, transformers
+from codetta.backends.hopper.support import why_not_flash
 from codetta.bench.report import OURS
 from codetta.errors import SettingsError, UnsupportedError
+from codetta.nn.attention import flash_attention
 
 COMPILE, CAUSAL, LIGER, EAGER = "torch.compile", "torch.compile + causal", "Liger", "eager"
+FLASH = "torch.compile + FlashAttention"
 NEVER = f"{OURS} without logits"
+SDPA = f"{OURS} without logits + SDPA"
 Call = Callable[..., Any]
 
 
@@ -97,6 +101,11 @@ def _without_logits(model: nn.Module, options: Mapping[str, Any]) -> Call:
     return _ours(model, {**options, "logits": "never"})
 
 
+def _without_flash(model: nn.Module, options: Mapping[str, Any]) -> Call:
+    """Attention as PyTorch computes it, also where FlashAttention is installed."""
+    return _without_logits(model, {**options, "attention": "sdpa"})
+
+
 def _compiled(model: nn.Module, options: Mapping[str, Any]) -> Call:
     return torch.compile(model)
 
@@ -111,6 +120,25 @@ def _causal(model: nn.Module, options: Mapping[str, Any]) -> Call:
     AttentionInterface.register("causal_by_hand", sdpa_attention_forward)
     model.set_attn_implementation("causal_by_hand")  # type: ignore[operator]
     return torch.compile(model)
+
+
+def _flash(model: nn.Module, options: Mapping[str, Any]) -> Call:
+    """Causal attention by hand again, by the kernels that ours takes where they are installed."""
+    reason = why_not_flash() if next(model.parameters()).is_cuda else None
+    if reason is not None:
+        raise UnsupportedError("there is no FlashAttention here", hint=reason)
+    transformers()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("fused_by_hand", _flash_forward)
+    model.set_attn_implementation("fused_by_hand")  # type: ignore[operator]
+    return torch.compile(model)
+
+
+def _flash_forward(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float | None = None, **_: object
+) -> tuple[Tensor, None]:
+    return flash_attention(q, k, v, causal=True, scale=scaling).transpose(1, 2), None
 
 
 def _liger(model: nn.Module, options: Mapping[str, Any]) -> Call:
@@ -132,8 +160,10 @@ CONTENDERS: dict[str, Callable[[nn.Module, Mapping[str, Any]], Call]] = {
     COMPILE: _compiled,
     OURS: _ours,
     NEVER: _without_logits,
+    SDPA: _without_flash,
     LIGER: _liger,
     CAUSAL: _causal,
+    FLASH: _flash,
     EAGER: _eager,
 }
 
