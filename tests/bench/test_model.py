@@ -183,7 +183,7 @@ def test_flash_attention_by_hand(monkeypatch: pytest.MonkeyPatch):
     found: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
-        found.extend(str(n.target) for n in gm.graph.nodes if "attention" in str(n.target))
+        found.extend(str(n.target) for n in gm.graph.nodes if "codetta" in str(n.target))
         return gm.forward
 
     real = torch.compile
