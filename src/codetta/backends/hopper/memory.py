@@ -20,7 +20,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """A new tensor of any content, the one place where outputs come from: tests fill it with NaN. A GPU must be the
     current one."""
     if device.type == "cuda" and _ON_GPU is not None:
-        return _ON_GPU(shape, strides_of(shape), dtype)
+        return _ON_GPU(tuple(shape), strides_of(shape), dtype)  # exactly a tuple: a tensor's shape is not
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
