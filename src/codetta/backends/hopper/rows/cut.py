@@ -86,7 +86,7 @@ def loops(works: Sequence[tuple[int, Node]]) -> list[Loop]:
             found = [_adopted(n, found[0][0], splits, extents)]
         for lanes in found:
             extent = lanes[0].extent
-            merged.setdefault((extent, _group_width(n, extent)), []).append(Work(key, n, lanes))
+            merged.setdefault((extent, _group_width(n, lanes)), []).append(Work(key, n, lanes))
     for key, n in works:
         if n.type.kind is Kind.GROUPVEC and (source := _grouped_source(n)) is not None:
             groups = known(n.type.cols)
@@ -132,14 +132,36 @@ def _adopted(n: Node, whole: Digits, splits: list[tuple[Split, int, set[Node]]],
     return (whole,)
 
 
-def _group_width(n: Node, extent: int) -> int:
-    """The width of the groups, in this loop's columns, of a reduction inside groups; 0 without one."""
+def _group_width(n: Node, lanes: Lanes) -> int:
+    """The width of the groups, in this loop's columns, of a reduction inside groups that they are computed from; 0
+    without one."""
+    extent, reached = lanes[0].extent, _reached(n, lanes)
     for m in postorder([n]):
-        if m.op is ops.REDUCE and m.attrs[1] is Kind.GROUPVEC:
+        if m in reached and m.op is ops.REDUCE and m.attrs[1] is Kind.GROUPVEC:
             groups = known(m.type.cols)
             if extent % groups == 0 and 1 < extent // groups <= WIDEST_GROUP:
                 return extent // groups
     return 0
+
+
+def _reached(n: Node, lanes: Lanes) -> set[Node]:
+    """What these columns of a value are computed from: of a join, the parts alone that they lie in."""
+    found: set[Node] = set()
+    todo, seen = [(n, d) for d in lanes], set[tuple[Node, Digits]]()
+    while todo:
+        m, d = todo.pop()
+        if (m, d) in seen:
+            continue
+        seen.add((m, d))
+        part = whole_in_part(d, split_of(m), known(m.type.cols)) if m.op is ops.JOIN else None
+        if part is not None:
+            todo.append((m.args[part[0]], part[1]))
+            continue
+        alike = [a for a in m.args if a.type.kind is m.type.kind and a.type.cols == m.type.cols]
+        through = alike if m.op in THROUGH else []
+        found |= {m, *postorder([a for a in m.args if a not in through])}
+        todo += [(a, d) for a in through]
+    return found
 
 
 def _grouped_source(n: Node) -> int | None:
