@@ -22,9 +22,10 @@ pytestmark = pytest.mark.skipif(not STANDIN and why_not_flash() is not None, rea
 SHAPES = [
     (2, 512, 8, 2, 64, None),
     (1, 1000, 4, 4, 128, None),
-    (2, 333, 6, 2, 80, None),
+    (2, 333, 6, 2, 64, None),
+    (3, 129, 8, 2, 128, None),
     (1, 200, 4, 1, 256, None),
-    (3, 129, 4, 2, 8, None),
+    (2, 515, 6, 3, 256, None),
     (2, 700, 4, 2, 64, 100),
     (1, 640, 8, 2, 128, 256),
 ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codetta.backends import add_rows
-from codetta.nn.embedding import embedding_of_tied
+from codetta.nn.embedding import embedding_and_weight
 from codetta.testing import relative_error
 from interpreted import as_a_gpu
 
@@ -72,7 +72,7 @@ class Tied(torch.nn.Module):
 
     def forward(self, ids: Tensor, ours: bool) -> Tensor:
         if ours:
-            x, weight = embedding_of_tied(self.weight, ids, -1 if self.padding is None else self.padding)
+            x, weight = embedding_and_weight(self.weight, ids, -1 if self.padding is None else self.padding)
         else:
             x, weight = F.embedding(ids, self.weight, self.padding), self.weight
         return F.cross_entropy(F.linear(torch.tanh(x), weight).flatten(0, 1), ids.flatten())
@@ -89,10 +89,10 @@ def test_gradient_of_a_tied_weight(padding):
 def test_a_weight_that_nothing_else_reads_has_a_gradient_all_the_same():
     weight = torch.randn(COLUMNS, 16, requires_grad=True)
     ids = torch.tensor([[1, 4, 4]])
-    rows, _ = embedding_of_tied(weight, ids, -1)
+    rows, _ = embedding_and_weight(weight, ids, -1)
     (found,) = torch.autograd.grad(rows.sum(), weight)
     assert torch.equal(found, torch.nn.functional.one_hot(ids[0], COLUMNS).sum(0)[:, None].expand(-1, 16).float())
-    _, again = embedding_of_tied(weight, ids, -1)
+    _, again = embedding_and_weight(weight, ids, -1)
     (found,) = torch.autograd.grad((2 * again).sum(), weight)
     assert torch.equal(found, torch.full_like(weight, 2.0))
 

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from codetta import settings
 from codetta.backends import prepare
 from codetta.capture.block_attention import WIDE
+from codetta.capture.embedding import take_embeddings
 from codetta.capture.inductor import announce_ops
 from codetta.capture.kernels import pack_stacks, target
 from codetta.capture.logits import THROUGH, NoLogits, logits_outputs, outputs_of, without_outputs
@@ -28,7 +29,6 @@ from codetta.capture.options import BackendOptions, parse
 from codetta.capture.segment import Capture, Segment, cut, token_rows
 from codetta.capture.splice import splice
 from codetta.capture.static import keep_static_inputs
-from codetta.capture.tied import tie_embeddings
 from codetta.capture.wide import double_precision, widened
 from codetta.errors import CaptureError, SettingsError
 from codetta.ir.graph import Graph
@@ -149,7 +149,7 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
         options = Options(found.backend, chosen.memory, packed, chosen.batch_invariant)
         graph = _rewritten(graph, options, attention, heads)
         if torch.is_grad_enabled() and inner == "inductor":  # which alone writes where nobody looks any more
-            tie_embeddings(graph)
+            take_embeddings(graph)
     if chosen.cudagraphs:
         keep_static_inputs(gm, graph)
     run = _inner(chosen, device)(graph, example_inputs)

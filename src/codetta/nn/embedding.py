@@ -1,8 +1,9 @@
-"""An embedding whose weight is read once more, by a head that is tied to it.
+"""An embedding whose gradient is added where its weight's gradient is already.
 
-Its gradient is a few rows of a large matrix. PyTorch makes zeros of the whole, adds the rows to those, and that to the
-head's gradient: three passes over as many bytes as the weight has. Here the head takes the weight from the embedding's
-hand, so that its gradient is there first, and the rows are added to it in place."""
+It is a few rows of a large matrix. Inductor adds them to zeros in float32, rounds the whole, and where a head is tied
+to the embedding adds that to the head's gradient: up to four passes over a matrix of the weight's size. Here a tied
+head takes the weight from the embedding's hand, so that its gradient is there first, and the rows are added to it in
+place; without one they are added to zeros of the weight's own dtype. Rows of one id are summed up in float32."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ LIBRARY = torch.library.Library("codetta", "FRAGMENT")
 LIBRARY.define("add_rows_(Tensor(a!) into, Tensor ids, Tensor rows, int padding) -> ()")
 
 
-def embedding_of_tied(weight: Tensor, ids: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+def embedding_and_weight(weight: Tensor, ids: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """The rows of ``weight`` (columns, features) that ``ids`` name, and the weight for whoever reads it after. The
     gradient that comes back for that one is written over: it must be nobody else's, as where operators of ours make
     it. ``padding`` is the id whose row gets no gradient of the embedding, -1 for none."""
-    rows, again = _Tied.apply(weight, ids, padding)
+    rows, again = _Embedding.apply(weight, ids, padding)
     return rows, again
 
 
-class _Tied(torch.autograd.Function):
+class _Embedding(torch.autograd.Function):
     """Both as one node of autograd's graph, behind all readers of the weight."""
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""Weights that an embedding and a head share: the head takes them from the embedding's hand, whose gradient then is
-added to the head's in place (``nn.embedding``)."""
+"""Embeddings whose gradient is added in place (``nn.embedding``): to zeros, or to that of a head of ours which has the
+same weight, and takes it from the embedding's hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from codetta.capture.loss_head import CASTS, head_loss
 from codetta.capture.normalise import is_parameter
 from codetta.nn import embedding
-from codetta.nn.embedding import embedding_of_tied
+from codetta.nn.embedding import embedding_and_weight
 
 EMBEDDING = torch.ops.aten.embedding.default
 # What makes its weight's gradient anew each time, so that it may be written over.
@@ -24,25 +24,26 @@ OURS = {head_loss, torch.ops.codetta.segment.default}
 CACHEABLE = {"is_wrapped": True, "user_cache_hash": hashlib.sha256(Path(embedding.__file__).read_bytes()).hexdigest()}
 
 
-def tie_embeddings(spliced: GraphModule) -> int:
-    """Replace embeddings of trained parameters that only segments and heads of ours read besides; returns how many."""
+def take_embeddings(spliced: GraphModule) -> int:
+    """Replace embeddings of trained parameters that nobody reads besides, or segments and heads of ours alone; returns
+    how many."""
     order = {n: i for i, n in enumerate(spliced.graph.nodes)}
-    found = [n for n in spliced.graph.find_nodes(op="call_function", target=EMBEDDING) if _is_tied(n, order)]
+    found = [n for n in spliced.graph.find_nodes(op="call_function", target=EMBEDDING) if _suits(n, order)]
     for node in found:
-        _tie(spliced.graph, node)
+        _take(spliced.graph, node)
     if found:
         spliced.graph.lint()
         spliced.recompile()
     return len(found)
 
 
-def _is_tied(node: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _suits(node: fx.Node, order: dict[fx.Node, int]) -> bool:
     weight, _, _, scaled, sparse = node.args + (-1, False, False)[len(node.args) - 2 :]
     if not isinstance(weight, fx.Node) or weight.op != "placeholder" or not is_parameter(weight):
         return False
     others = [u for u in weight.users if u is not node]
     plain = not scaled and not sparse and weight.meta["val"].requires_grad
-    return plain and bool(others) and all(_is_ours(u) and order[u] > order[node] for u in others)
+    return plain and all(_is_ours(u) and order[u] > order[node] for u in others)
 
 
 def _is_ours(user: fx.Node) -> bool:
@@ -53,12 +54,12 @@ def _is_ours(user: fx.Node) -> bool:
     return user.target in OURS
 
 
-def _tie(graph: fx.Graph, node: fx.Node) -> None:
+def _take(graph: fx.Graph, node: fx.Node) -> None:
     weight, ids, *rest = node.args
     others = [u for u in weight.users if u is not node]  # type: ignore[union-attr]
     padding: Any = rest[0] if rest else -1
     with graph.inserting_before(node):
-        call = graph.call_function(embedding_of_tied, (weight, ids, padding))
+        call = graph.call_function(embedding_and_weight, (weight, ids, padding))
         call.meta = dict(CACHEABLE)
         rows, again = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
     values = node.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
