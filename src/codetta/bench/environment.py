@@ -17,7 +17,15 @@ import torch
 
 import codetta
 
-PACKAGES = ("transformers", "triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "flashinfer-python")
+PACKAGES = (
+    "transformers",
+    "triton",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "liger-kernel",
+    "flash-attn-4",
+    "flashinfer-python",
+)
 QUERY = ("clocks.sm", "power.draw", "temperature.gpu")
 EVERY_MS = 100
 
