@@ -1,8 +1,8 @@
 """The gradient of an embedding, added to one that its weight already has, as a Triton kernel.
 
-Ids are sorted, and one program adds up the rows of one id, in order: the same bits every time, no atomics, and only the
-rows that occur are read and written. Kernels are bound to Triton's names as those of ``rows`` are; tensors on the CPU
-run in Triton's interpreter, which is for tests."""
+Ids are sorted, and one program adds up a block of features of all rows of one id, in order: the same bits every time,
+no atomics, and only the rows that occur are read and written. Kernels are bound to Triton's names as those of ``rows``
+are; tensors on the CPU run in Triton's interpreter, which is for tests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch import Tensor
 from codetta.backends.hopper.rows.source import bound_kernel
 from codetta.backends.hopper.stream import on_device
 
-add = tl.standard._sum_combine
-ROWS, BLOCK = 8, 512  # rows and features at once
+ROWS, BLOCK = 4, 1024  # rows at a time, and features a program
 OPTIONS: dict[str, Any] = {"num_warps": 4}
 
 
@@ -35,24 +34,23 @@ def add_run(  # noqa: PLR0913, PLR0917 - a kernel's arguments
     """All rows of the id that begins here in the sorted ``ids``, a block of their features."""
     i = tl.program_id(0)
     at = tl.load(ids + i)
-    begins = at != tl.load(ids + i - 1, mask=i > 0, other=-1)
-    if begins & (at != padding):
+    if (at != padding) & (at != tl.load(ids + i - 1, mask=i > 0, other=-1)):
         k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = k < features
-        total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
+        out = into + at.to(tl.int64) * features + k
+        before = tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        total = tl.full((BLOCK,), 0.0, tl.float32)
         first = i
-        more = begins
+        more = at >= 0
         while more:
-            n = first + tl.arange(0, ROWS)
-            same = tl.load(ids + n, mask=n < count, other=-1) == at
-            place = tl.load(order + n, mask=same, other=0).to(tl.int64) * features
-            row = tl.load(rows + place[:, None] + k[None, :], mask=same[:, None] & inside[None, :], other=0.0)
-            total += row.to(tl.float32)
+            for j in tl.static_range(ROWS):
+                n = first + j
+                same = tl.load(ids + n, mask=n < count, other=-1) == at
+                place = tl.load(order + n, mask=same, other=0) * features
+                total += tl.load(rows + place + k, mask=k < tl.where(same, features, 0), other=0.0).to(tl.float32)
             first += ROWS
             more = tl.load(ids + first, mask=first < count, other=-1) == at
-        out = into + at.to(tl.int64) * features + k
-        total = tl.reduce(total, 0, add) + tl.load(out, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out, total.to(into.dtype.element_ty), mask=inside)
+        tl.store(out, (before + total).to(into.dtype.element_ty), mask=inside)
 
 
 @cache
