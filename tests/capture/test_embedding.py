@@ -10,6 +10,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from capture.conftest import VOCABULARY, build
@@ -95,7 +96,8 @@ def test_left_alone(monkeypatch):
 
 
 def test_inductor_writes_in_place():
-    """What the head's backward made is what the rows are added to, and what comes out: no copy, no zeros."""
+    """What the head's backward made is what the rows are added to, and what comes out: no copy, no zeros. AOTAutograd's
+    cache takes the graph, so that another process need not trace it."""
     model = build("llama", tie_word_embeddings=True)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=partial(backend, options={"inner": "inductor", "logits": "never"}))
@@ -103,7 +105,9 @@ def test_inductor_writes_in_place():
     def step() -> None:
         compiled(input_ids=ids, labels=ids).loss.backward()
 
+    counters.clear()
     _, codes = run_and_get_code(step)
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
     (line,) = [x.strip() for code in codes for x in code.splitlines() if "codetta.add_rows_.default(" in x]
     into = line.split("(")[1].split(",")[0]
     (code,) = [c for c in codes if line in c]

@@ -7,10 +7,8 @@ text's length, so nothing waits for the device. A pair too many costs time and n
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -44,12 +42,6 @@ _OPTIONS = {
 WIDE = "float64"  # who compiles a graph that is run in float64
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
           "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
-
-# What the nodes of these functions carry, so that AOTAutograd's cache takes a graph that calls them.
-CACHEABLE = {
-    "is_wrapped": True,
-    "user_cache_hash": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-}
 
 
 def block_lists(query: Tensor, documents: Sequence[Tensor], window: int | None) -> tuple[Tensor, ...]:

@@ -3,25 +3,21 @@ same weight, and takes it from the embedding's hand."""
 
 from __future__ import annotations
 
-import hashlib
 import operator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import GraphModule
 
+from codetta.capture.cacheable import cacheable
 from codetta.capture.loss_head import CASTS, head_loss
 from codetta.capture.normalise import is_parameter
-from codetta.nn import embedding
 from codetta.nn.embedding import embedding_and_weight
 
 EMBEDDING = torch.ops.aten.embedding.default
 # What makes its weight's gradient anew each time, so that it may be written over.
 OURS = {head_loss, torch.ops.codetta.segment.default}
-# What the node carries, so that AOTAutograd's cache takes a graph that calls the function.
-CACHEABLE = {"is_wrapped": True, "user_cache_hash": hashlib.sha256(Path(embedding.__file__).read_bytes()).hexdigest()}
 
 
 def take_embeddings(spliced: GraphModule) -> int:
@@ -60,7 +56,7 @@ def _take(graph: fx.Graph, node: fx.Node) -> None:
     padding: Any = rest[0] if rest else -1
     with graph.inserting_before(node):
         call = graph.call_function(embedding_and_weight, (weight, ids, padding))
-        call.meta = dict(CACHEABLE)
+        call.meta = cacheable()
         rows, again = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
     values = node.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
     call.meta["val"], rows.meta["val"], again.meta["val"] = values, *values

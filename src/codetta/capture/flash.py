@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 from codetta.backends.hopper import support
 from codetta.capture.block_attention import Heads, known, why_not_alike
-from codetta.nn import attention
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Of heads of 8 and of 80 its gradients were wrong on an H200 (4.0.0b36); these are tested there.
 HEAD_SIZES = (64, 128, 256)
 SHORT = 128  # keys, one block of them: nothing to gain
-
-# What a call carries, so that AOTAutograd's cache takes its graph.
-CACHEABLE = {"is_wrapped": True, "user_cache_hash": hashlib.sha256(Path(attention.__file__).read_bytes()).hexdigest()}
 
 
 def why_not(heads: Heads, dropout: float, scale: object, causal: bool) -> str | None:

@@ -15,7 +15,9 @@ from torch import Tensor, fx
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from codetta.backends.hopper.support import why_not
 from codetta.backends.reference.evaluate import DTYPE_OF
+from codetta.capture.cacheable import cacheable
 from codetta.capture.layout import size_hint
 from codetta.errors import CaptureError
 from codetta.nn.head_graphs import LSE, TARGET, TOTAL, Head
@@ -147,7 +149,8 @@ def _replaced(gm: GraphModule, loss: fx.Node, memory: Memory, always: bool) -> L
     args = (x, w, bias[0] if bias else None, targets)
     with gm.graph.inserting_before(loss):
         call = gm.graph.call_function(head_loss, args, options)
-    call.meta = dict(loss.meta)
+    # how logits are held, and so what is saved, hangs on whether kernels run there
+    call.meta = loss.meta | cacheable(why_not(x.meta["val"].device) is None)  # type: ignore[union-attr]
     if not always and task_of(call).mode == "fast":
         gm.graph.erase_node(call)
         return None

@@ -22,13 +22,13 @@ from torch.fx.node import map_arg
 
 from codetta.capture import flash
 from codetta.capture.block_attention import (
-    CACHEABLE,
     ORDERS,
     block_attention,
     block_lists,
     why_not,
     why_not_on,
 )
+from codetta.capture.cacheable import cacheable
 from codetta.capture.element_rules import RULES
 from codetta.capture.elements import (
     ZERO,
@@ -224,7 +224,7 @@ def _in_blocks(node: Node, mask: Node, reason: str, proofs: _Proofs) -> str:
     for order in ORDERS:
         args = heads, proofs.lists[mask], facts.documents, facts.window, scale, order
         if _call_instead(node, block_attention, args, {}) is None:
-            node.meta.update(CACHEABLE)
+            node.meta.update(cacheable())
             return "now block attention (flex)" + ", enable_gqa=True" * (plain is not None)
     return f"left alone: {reason}, and block attention would lay out its result differently"
 
@@ -245,7 +245,7 @@ def _flash_instead(node: Node, heads: Any, causal: bool, window: int | None) -> 
     options = {"causal": causal, "window": window, "scale": scale}
     reason = reason or _call_instead(node, flash_attention, tuple(heads), options)
     if reason is None:
-        node.meta.update(flash.CACHEABLE)
+        node.meta.update(cacheable())
     return reason
 
 
@@ -257,7 +257,7 @@ def _lists_before(node: Node, query: Any, facts: Facts) -> Node:
     live = map_arg(args, lambda n: n.meta["val"])
     with _fake_mode(live[0]):
         lists.meta["val"] = block_lists(*live)
-    lists.meta.update(CACHEABLE)
+    lists.meta.update(cacheable())
     return lists
 
 
