@@ -77,7 +77,9 @@ def test_a_group_is_summed_up_once(family: str):
         for executable in map(Executable, pair):
             for step in executable.plan.steps:
                 if step.program.gemm is None:
-                    text = compile_rows(step.program, partial(executable, step)).text
+                    kernel = compile_rows(step.program, partial(executable, step))
+                    text = kernel.text
+                    assert len(kernel.steps) == 1, step.program.name  # sums over rows too, a part a block
                     assert not re.search(r"^ +for i\d+ in range", text, re.MULTILINE), step.program.name
                     grouped += len(re.findall(r"^ +for g\d+ in range", text, re.MULTILINE))
     assert grouped

@@ -13,6 +13,7 @@ from codetta.backends.hopper.rows.index import Digits, identity
 from codetta.backends.hopper.rows.kernel import Form, Sink, pow2
 from codetta.backends.hopper.rows.launches import Output
 from codetta.backends.hopper.rows.scope import ONE, Base, Col, Row, Scope, Value, at, both
+from codetta.core.node import Node
 from codetta.core.types import compute_dtype
 
 
@@ -126,6 +127,9 @@ class Body:
             shape = f"({self.row.shape[0] if self.row is not None else 1}, {col.base.shape[1]})"
             lse_step(scope, m, s, self.e.name(f"tl.broadcast_to({x}, {shape})", scope), dtype, 1)
             return
+        if sink.what == "columns" and not self.form.in_runs:
+            self.store_part(scope, sink.node, self.e.name(x, scope), col)
+            return
         if sink.what == "columns":
             acc = self.columns[key, col.digits][0]
         scope.lines.append(f"{acc} = {joined(fn, acc, x)}")
@@ -153,6 +157,15 @@ class Body:
         fn, dtype = function_of(node), compute_dtype(node.type.dtype)
         scope.lines.append(f"{acc} = {full(('BM', col.base.shape[1]), start(fn, dtype), dtype)}")
         self.columns[key, lane] = acc, col
+
+    def store_part(self, scope: Scope, node: Node, value: str, col: Col) -> None:
+        """A program's part of a sum over rows, from what is to be summed of its rows."""
+        part = self.e.name(f"tl.program_id(0).to(tl.int64) * {node.type.cols}", self.e.top, "part")
+        text = self.e.name(reduced(function_of(node), value, 0), scope)
+        mask = f", mask={col.load_mask}" if col.load_mask else ""
+        for o, pointer in self.outputs.items():
+            if o.value is node:
+                scope.lines.append(f"tl.store({pointer} + {part} + {self.e.column_text(col)}, {text}{mask})")
 
     def begin_total(self, scope: Scope, key: int, sink: Sink) -> None:
         """A total of this program, before its first row."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from codetta.backends.hopper.rows.emit import known
 from codetta.backends.hopper.rows.fold import PARTS_OF_COLUMN
-from codetta.backends.hopper.rows.launches import WHOLE_ROW, Launch, Output
+from codetta.backends.hopper.rows.launches import WHOLE_ROW, Launch, Output, in_blocks
 from codetta.core.node import Node, postorder
 from codetta.core.types import Dim, Kind
 from codetta.ir import ops
@@ -80,11 +80,11 @@ def by_group(n: Node) -> bool:
 
 def form_of(launch: Launch, sinks: Sequence[Sink], parts: Mapping[Node, Node]) -> Form:
     """One row a program and loops over its columns; blocks of rows and columns where no row is needed whole; runs of
-    rows where columns are summed, or all rows of what is folded first."""
+    rows where columns are summed, unless each block stores its part, or all rows of what is folded first."""
     sources = [s.source for s in sinks if s.source.type.cols is not None]
     # a sum over rows that is folded first: so that few blocks wait for their turn at the counter
     totals = not sources and any(n.type.rows is not None for n in parts) and any(s.what == "total" for s in sinks)
-    in_runs = totals or any(s.what == "columns" for s in sinks)
+    in_runs = totals or (any(s.what == "columns" for s in sinks) and not in_blocks(launch.outputs))
     vectors = any(o.value.type.cols is None and o.value.type.kind is not Kind.SCALAR for o in launch.outputs)
     per_row = any(s.what == "row" or s.source.type.cols is None for s in sinks)
     by_chunks = not per_row and not vectors and bool(sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from codetta.backends.hopper.rows.emit import known
@@ -133,13 +133,22 @@ def _grouped(wanted: list[Output]) -> list[Launch]:
     return [launch for rows, outputs in groups.items() for launch in _separated(rows, outputs)]
 
 
+def in_blocks(outputs: Sequence[Output]) -> bool:
+    """Whether each block of rows stores its part of all sums over rows: beside values that are computed group by group,
+    where to read everything again would cost more than the parts."""
+    sums = [o for o in outputs if is_global(o.value)]
+    by_group = any(m.op is ops.REDUCE and m.attrs[1] is Kind.GROUPVEC for m in postorder(o.value for o in outputs))
+    apart = any(o.value.type.rows is not None for o in outputs)
+    return by_group and apart and bool(sums) and all(o.in_parts and o.value.type.kind is Kind.ROWVEC for o in sums)
+
+
 def _separated(rows: Dim | None, outputs: list[Output]) -> list[Launch]:
     """Sums over rows in a launch of their own, where rows are too long to be held whole and something else is
-    computed per row."""
+    computed per row; but not where every block of rows may store its own part of them."""
     sums = [o for o in outputs if o.value.type.kind is Kind.ROWVEC and rows is not None]
     rest = [o for o in outputs if o not in sums]
     per_row = any(is_row_reduction(m) or m.op is ops.SELECT for o in rest for m in postorder([o.value]))
     per_row |= any(o.value.type.kind in (Kind.COLVEC, Kind.SCALAR) for o in rest)
-    if sums and rest and per_row and not _fits_whole_rows(outputs):
+    if sums and rest and per_row and not _fits_whole_rows(outputs) and not in_blocks(outputs):
         return [Launch(rows, tuple(rest)), Launch(rows, tuple(sums))]
     return [Launch(rows, tuple(outputs))]

@@ -21,7 +21,7 @@ from codetta.backends.hopper.rows.fold import (
     start,
 )
 from codetta.backends.hopper.rows.index import Digits
-from codetta.backends.hopper.rows.kernel import Argument, Kernel, Sink, form_of
+from codetta.backends.hopper.rows.kernel import Argument, Kernel, Sink, by_group, form_of
 from codetta.backends.hopper.rows.launches import Launch, Output, is_global, is_row_reduction
 from codetta.backends.hopper.rows.scope import Row, Scope, at
 from codetta.core.node import Node, postorder
@@ -47,7 +47,9 @@ def write(launch: Launch, name: str, parts: Mapping[Node, Node]) -> Kernel:
     head = f"def {name}({', '.join([*(a.name for a in arguments), *constants])}):"
     text = "\n".join([head, *(f"    {line}" for line in body.e.top.lines)]) + "\n"
     elements = 2048 if not form.block else form.block * form.width
-    warps = max(1, min(8 if elements < 8192 else 16, elements // 256))
+    grouped = any(by_group(n) for s in sinks for n in postorder([s.source]))
+    # of a group that is rotated in halves, a block has half: 16 bytes a thread for those too
+    warps = max(1, min(8 if elements < 8192 else 16, elements // (512 if grouped else 256)))
     return Kernel(name, text, tuple(arguments), launch.rows, writer.chunks, form.block, warps, form.width, form.in_runs)
 
 
@@ -168,7 +170,8 @@ class _Writer:
     def section(self, scope: Scope, passes: list[list[Loop]]) -> None:
         """The passes over the columns at hand, for all rows of the program."""
         works = [(w, lane) for found in passes for loop in found for w in loop.works for lane in w.lanes]
-        columns = [(w, lane) for w, lane in works if self.body.sinks[w.key].what == "columns"]
+        in_runs = self.body.form.in_runs  # otherwise each block stores its part as it goes
+        columns = [(w, lane) for w, lane in works if in_runs and self.body.sinks[w.key].what == "columns"]
         for w, lane in columns:
             self.body.begin_columns(scope, w.key, lane)
         # a section that has no share in a total stores its neutral element: every block's part is read in the end
@@ -216,16 +219,9 @@ class _Writer:
     # --- sums -------------------------------------------------------------------------------------------------------
 
     def store_columns(self, scope: Scope, key: int, lane: Digits) -> None:
-        """A block's part of sums over rows."""
-        node = self.body.sinks[key].node
+        """A program's part of sums over rows."""
         acc, col = self.body.columns[key, lane]
-        part = self.e.name(f"tl.program_id(0).to(tl.int64) * {node.type.cols}", self.e.top, "part")
-        text = self.e.name(reduced(function_of(node), acc, 0), scope)
-        mask = f", mask={col.load_mask}" if col.load_mask else ""
-        for o in self.launch.outputs:
-            if o.value is node:
-                place = f"{self.body.outputs[o]} + {part} + {self.e.column_text(at(col, lane))}"
-                scope.lines.append(f"tl.store({place}, {text}{mask})")
+        self.body.store_part(scope, self.body.sinks[key].node, acc, at(col, lane))
 
     def store_total(self, scope: Scope, key: int, node: Node) -> None:
         """A block's part of a total."""
