@@ -84,7 +84,7 @@ LEFT = {
     "other lengths": ({"is_causal": True}, heads(keys=30), "20 queries and 30 keys"),
     "odd heads": ({"is_causal": True}, heads(size=80), "it takes no heads of 80"),
     "float64": ({"is_causal": True}, heads(dtype=torch.float64), "it takes no torch.float64"),
-    "short": ({"is_causal": True}, heads(8, 8), "8 keys are one block"),
+    "short": ({"is_causal": True}, heads(8, 8), "8 keys are few"),
 }
 
 

@@ -114,7 +114,7 @@ def test_models(kind, cuda_only):
     else:
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model = model.to(DEVICE, torch.bfloat16)
-    ids = torch.randint(0, 1000, (2, 260), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = torch.randint(0, 1000, (2, 600), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     ids[0, :50] = 7
     with recording() as found:
         whole_model_agrees(model, {"input_ids": ids, "labels": ids}, inner="inductor")
@@ -126,7 +126,7 @@ def test_cuda_graphs(cuda_only):
     """Replayed, on other batches, to the bit what is computed without."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(DEVICE, torch.bfloat16)
-    batches = torch.randint(0, 1000, (5, 2, 260), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    batches = torch.randint(0, 1000, (5, 2, 600), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     losses = {}
     for graphs in (False, True):
         torch._dynamo.reset()

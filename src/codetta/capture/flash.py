@@ -11,7 +11,7 @@ from codetta.capture.block_attention import Heads, known, why_not_alike
 DTYPES = (torch.bfloat16, torch.float16)
 # Of heads of 8 and of 80 its gradients were wrong on an H200 (4.0.0b36); these are tested there.
 HEAD_SIZES = (64, 128, 256)
-SHORT = 128  # keys, one block of them: nothing to gain
+SHORT = 512  # keys, up to which attention is little of a layer, and 0.1 ms of the host's time a call is much
 
 
 def why_not(heads: Heads, dropout: float, scale: object, causal: bool) -> str | None:
@@ -39,4 +39,4 @@ def _why_not_sizes(heads: Heads, causal: bool) -> str | None:
         return f"it takes no heads of {size}"
     if causal and not guard_or_false(query.shape[2] == keys):
         return f"{query.shape[2]} queries and {keys} keys"
-    return f"{keys} keys are one block" if statically_known_true(keys <= SHORT) else None
+    return f"{keys} keys are few" if statically_known_true(keys <= SHORT) else None
