@@ -267,6 +267,7 @@ def test_disabled(monkeypatch, runs):
 
 
 WRONG = {
+    "attention": ("flash", "'auto', 'sdpa'"),
     "batch_invariant": ("yes", "False, True"),
     "logits": ("sometimes", "'auto', 'always', 'never'"),
     "memory": ("small", "'fast', 'balanced', 'lean'"),
