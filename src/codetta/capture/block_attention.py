@@ -105,16 +105,21 @@ def blocks(length: int, documents: Sequence[Tensor], window: int | None, device:
 
 def why_not(heads: Heads, documents: Sequence[Tensor], dropout: float, scale: object) -> str | None:
     """The reason why attention of these cannot be computed in blocks, or ``None``."""
+    return why_not_given("block attention", heads, dropout, scale, DTYPES) or _why_not_sizes(heads, documents)
+
+
+def why_not_given(who: str, heads: Heads, dropout: float, scale: object, dtypes: Sequence[torch.dtype]) -> str | None:
+    """The reason why ``who`` does not take such a call, whatever its sizes, or ``None``."""
     if any(t.dim() != 4 for t in heads):
-        return "block attention takes four dimensions"
+        return f"{who} takes four dimensions"
     if dropout:
-        return "block attention has no dropout"
+        return f"{who} has no dropout"
     if not isinstance(scale, float | int | None):
-        return f"block attention takes no scale of {scale}"
-    dtypes = dict.fromkeys(t.dtype for t in heads)
-    if len(dtypes) > 1 or not dtypes.keys() <= {*DTYPES}:
-        return f"block attention takes no {' and '.join(map(str, dtypes))}"
-    return _why_not_sizes(heads, documents)
+        return f"{who} takes no scale of {scale}"
+    found = dict.fromkeys(t.dtype for t in heads)
+    if len(found) > 1 or not found.keys() <= {*dtypes}:
+        return f"{who} takes no {' and '.join(map(str, found))}"
+    return None
 
 
 def why_not_alike(heads: Heads) -> str | None:

@@ -6,7 +6,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 from codetta.backends.hopper import support
-from codetta.capture.block_attention import Heads, known, why_not_alike
+from codetta.capture.block_attention import Heads, known, why_not_alike, why_not_given
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Of heads of 8 and of 80 its gradients were wrong on an H200 (4.0.0b36); these are tested there.
@@ -20,16 +20,7 @@ def why_not(heads: Heads, dropout: float, scale: object, causal: bool) -> str | 
         return reason
     if not torch.backends.cuda.flash_sdp_enabled():
         return "torch.backends.cuda.enable_flash_sdp(False) was called"
-    if any(t.dim() != 4 for t in heads):
-        return "it takes four dimensions"
-    if dropout:
-        return "it has no dropout"
-    if not isinstance(scale, float | int | None):
-        return f"it takes no scale of {scale}"
-    dtypes = dict.fromkeys(t.dtype for t in heads)
-    if len(dtypes) > 1 or not dtypes.keys() <= {*DTYPES}:
-        return f"it takes no {' and '.join(map(str, dtypes))}"
-    return why_not_alike(heads) or _why_not_sizes(heads, causal)
+    return why_not_given("it", heads, dropout, scale, DTYPES) or why_not_alike(heads) or _why_not_sizes(heads, causal)
 
 
 def _why_not_sizes(heads: Heads, causal: bool) -> str | None:
