@@ -137,3 +137,25 @@ def test_loggers_are_ignored_whenever_they_come(monkeypatch):
     with torch._dynamo.config.patch(ignore_logging_functions=set()), warnings.catch_warnings():
         compiled(nn.Linear(4, 4))(torch.zeros(2, 4))
         assert torch._dynamo.config.ignore_logging_functions
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_compiled_while_the_rest_is(fails, monkeypatch):
+    """They are begun before whoever compiles the rest, and waited for behind that, also where it fails."""
+    order: list[str] = []
+
+    def inner(gm, inputs):
+        order.append("inner")
+        if fails:
+            raise RuntimeError("no compiler")
+        return gm
+
+    monkeypatch.setattr(entry, "prepare", lambda *_, **__: (order.append("begun"), lambda: order.append("waited"))[1])
+    monkeypatch.setattr(entry, "lookup_backend", lambda name: inner)
+    ours = compiled(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+    if fails:
+        with pytest.raises(Exception, match="no compiler"):
+            ours(torch.randn(4, 8))
+    else:
+        ours(torch.randn(4, 8))
+    assert order == ["begun", "inner", "waited"]

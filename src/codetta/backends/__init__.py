@@ -65,8 +65,13 @@ def as_kernels(programs: Sequence[Program], rows: int) -> list[Any]:
     return found
 
 
-def prepare(name: str, plans: Iterable[Plan], *, batch_invariant: bool = False, rows: int | None = None) -> None:
-    """Compile what these plans will need for a number of tokens, side by side, before any of them runs."""
-    if name == "hopper":
-        build = importlib.import_module("codetta.backends.hopper.build")
-        build.compile_all(build.jobs_of(plans, batch_invariant, rows))
+def prepare(
+    name: str, plans: Iterable[Plan], *, batch_invariant: bool = False, rows: int | None = None
+) -> Callable[[], None]:
+    """Begin to compile what these plans will need for a number of tokens, side by side. What is returned waits for that
+    and must be called before any of them runs."""
+    if name != "hopper":
+        return lambda: None
+    build = importlib.import_module("codetta.backends.hopper.build")
+    wait: Callable[[], None] = build.begin(build.jobs_of(plans, batch_invariant, rows))
+    return wait

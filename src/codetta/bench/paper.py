@@ -209,7 +209,7 @@ def paper(shapes: Iterable[Shape], settings: Settings, report: Report, backend: 
         wanted = [e for e in PROGRAMS if settings.wants(e.name)]
         plans = {e.name: plan_of(bound(e, s)) for e in wanted}
         try:
-            prepare(backend, plans.values())
+            prepare(backend, plans.values())()
         except Exception as error:  # told; each program is tried by itself all the same
             report.add(Row("paper", s.name, s.tokens, "compiling", OURS, note=told(error)))
         for e in wanted:

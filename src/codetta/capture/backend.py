@@ -145,14 +145,16 @@ def _compile(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOpti
     fakes = without_outputs(graph, hidden)
     heads = without_logits(graph, head_memory(chosen.memory), chosen.logits == "never") if _own_head(chosen) else []
     packed = chosen.pack is True or (chosen.pack == "auto" and found.backend == "hopper")
-    if chosen.rewrite:
-        options = Options(found.backend, chosen.memory, packed, chosen.batch_invariant)
-        graph = _rewritten(graph, options, attention, heads)
-        if torch.is_grad_enabled() and inner == "inductor":  # which alone writes where nobody looks any more
-            take_embeddings(graph)
-    if chosen.cudagraphs:
-        keep_static_inputs(gm, graph)
-    run = _inner(chosen, device)(graph, example_inputs)
+    with ExitStack() as after:
+        if chosen.rewrite:
+            options = Options(found.backend, chosen.memory, packed, chosen.batch_invariant)
+            graph, wait = _rewritten(graph, options, attention, heads)
+            after.callback(wait)  # kernels are compiled while the graph around them is
+            if torch.is_grad_enabled() and inner == "inductor":  # which alone writes where nobody looks any more
+                take_embeddings(graph)
+        if chosen.cudagraphs:
+            keep_static_inputs(gm, graph)
+        run = _inner(chosen, device)(graph, example_inputs)
     pack_stacks(graph, example_inputs, packed)  # now: AOT still compared real offsets with those Dynamo saw
     run = _in_modes(run, [device, "cpu"], chosen.widen)
     return _with_placeholders(run, hidden, fakes) if hidden else run
@@ -164,7 +166,10 @@ def _own_head(chosen: BackendOptions) -> bool:
     return chosen.rewrite and not chosen.widen and not chosen.batch_invariant and chosen.logits != "always"
 
 
-def _rewritten(graph: GraphModule, options: Options, attention: list[str], heads: list[LossHead]) -> GraphModule:
+def _rewritten(
+    graph: GraphModule, options: Options, attention: list[str], heads: list[LossHead]
+) -> tuple[GraphModule, Callable[[], None]]:
+    """The graph with its segments as calls, and what waits for their kernels."""
     found = CapturedGraph(graph, cut(graph), attention, heads)
     keys: dict[tuple[Graph, tuple[bool, ...]], str] = {}
 
@@ -177,12 +182,12 @@ def _rewritten(graph: GraphModule, options: Options, attention: list[str], heads
     spliced = splice(graph, found.capture, register)
     found.keys = [keys[s.graph, s.requires_grad] for s in found.capture.segments]
     rows = max([*map(token_rows, found.capture.segments), *(t.sizes.tokens for t in found.tasks())], default=0)
-    prepare(options.backend, _plans(found), batch_invariant=options.batch_invariant, rows=rows or None)
+    wait = prepare(options.backend, _plans(found), batch_invariant=options.batch_invariant, rows=rows or None)
     for recorder in _RECORDERS:
         recorder.append(found)
     parts = len(found.capture.segments), len(heads), len(found.capture.opaque)
     log.info("%d segments, %d loss heads, %d opaque calls", *parts)
-    return spliced
+    return spliced, wait
 
 
 def _plans(found: CapturedGraph) -> Iterator[Plan]:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -52,18 +52,31 @@ def jobs_of(plans: Iterable[Plan], batch_invariant: bool = False, rows: int | No
 
 def compile_all(jobs: dict[Job, str]) -> None:
     """Compile, or load from the cache, every kernel; afterwards ``compiled(job)`` returns at once."""
+    begin(jobs)()
+
+
+def begin(jobs: dict[Job, str]) -> Callable[[], None]:
+    """Begin with ``compile_all``: processes compile what the cache lacks while this one goes on. What is returned waits
+    for them, and loads everything."""
     if has_device():  # before a graph is recorded
         counters.prepare(torch.cuda.current_device())
     missing = [job for job in jobs if not is_cached(job)]
-    with _progress(len(missing)) as done:
-        if len(missing) >= WORTH_WORKERS:
-            in_workers(missing, lambda job: done(jobs[job]))
-        else:
-            for job in missing:
+    open_until_done = ExitStack()
+    done = open_until_done.enter_context(_progress(len(missing)))
+    here = missing if len(missing) < WORTH_WORKERS else []
+    threads = [] if here else _started(missing, lambda job: done(jobs[job]))
+
+    def finish() -> None:
+        with open_until_done:
+            for t in threads:
+                t.join()
+            for job in here:
                 compiled(job)
                 done(jobs[job])
-    for job in jobs:
-        compiled(job)
+        for job in jobs:
+            compiled(job)
+
+    return finish
 
 
 class _Probe:
@@ -120,6 +133,14 @@ def in_workers(
     jobs: list[Job], done: Callable[[Job], None], workers: int = MAX_WORKERS, seconds: float = float("inf")
 ) -> None:
     """Compile in processes of their own; after that many seconds no more is begun."""
+    for t in _started(jobs, done, workers, seconds):
+        t.join()
+
+
+def _started(
+    jobs: list[Job], done: Callable[[Job], None], workers: int = MAX_WORKERS, seconds: float = float("inf")
+) -> list[threading.Thread]:
+    """Threads that wait for those processes."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
@@ -127,8 +148,7 @@ def in_workers(
     threads = [threading.Thread(target=_feed, args=(waiting, done, perf_counter() + seconds)) for _ in range(number)]
     for t in threads:
         t.start()
-    for t in threads:
-        t.join()
+    return threads
 
 
 def _feed(waiting: queue.SimpleQueue[Job], done: Callable[[Job], None], end: float) -> None:
