@@ -73,6 +73,14 @@ def test_forward_and_gradients(seed, length, more, groups, kind, scale, dtype):
     assert found.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("groups, many", [(1, 1), (2, 1), (2, 3)])
+def test_what_comes_out_lies_as_compilers_are_told(groups, many):
+    q, k, v = (t.detach().transpose(1, 2) for t in heads(0, 5, 5, groups, many, 8, torch.float32))
+    out, lse = torch.ops.codetta.attention(q, k, v, True, None, 0.3)
+    found = torch.ops.codetta.attention_backward(torch.ones_like(out), q, k, v, out, lse, True, None, 0.3)
+    assert all(t.is_contiguous() for t in (out, lse, *found))
+
+
 def test_ops_keep_their_promises():
     q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in heads(0, 12, 12, 2, 2, 8, torch.float32))
     torch.library.opcheck(torch.ops.codetta.attention.default, (q, k, v, True, None, 0.3))

@@ -32,7 +32,8 @@ def backward(
     d_q = torch.einsum("bkgqs,bskd->bqkgd", d_scores, _wide(k))
     d_k = torch.einsum("bkgqs,bqkgd->bskd", d_scores, _grouped(_wide(q), groups))
     d_v = torch.einsum("bkgqs,bqkgd->bskd", weights, d)
-    return d_q.reshape(q.shape).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
+    found = zip((d_q.reshape(q.shape), d_k, d_v), (q, k, v), strict=True)
+    return tuple(g.to(t.dtype).contiguous() for g, t in found)  # type: ignore[return-value]
 
 
 def _wide(t: Tensor) -> Tensor:
