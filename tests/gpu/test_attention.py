@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from attending import exact, heads
 from codetta.backends.hopper.support import why_not_flash
 from codetta.capture.backend import recording
 from codetta.nn.attention import flash_attention
@@ -31,24 +31,10 @@ SHAPES = [
 ]
 
 
-def heads(shape: tuple[int, ...], dtype: torch.dtype, keys: int | None = None) -> list[Tensor]:
-    """q, k and v as columns of one matrix, where they are of one length."""
+def here(shape: tuple[int, ...], dtype: torch.dtype, keys: int = 0) -> list[Tensor]:
+    """Heads on the device."""
     batch, length, count, groups, size, _ = shape
-    torch.manual_seed(sum(shape[:5]))
-    joint = torch.randn(batch, max(length, keys or 0), (count + 2 * groups) * size).to(DEVICE, dtype)
-    parts = joint.split([n * size for n in (count, groups, groups)], -1)
-    found = [t.unflatten(-1, (-1, size)).transpose(1, 2) for t in parts]
-    cut = [found[0][:, :, :length], *(t[:, :, : keys or length] for t in found[1:])]
-    return [t.detach().requires_grad_() for t in cut]
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Tensor:
-    """PyTorch's own with a mask."""
-    at = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
-    allowed = (at >= 0) if causal else torch.ones_like(at, dtype=torch.bool)
-    allowed = allowed if window is None else allowed & (at < window)
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+    return heads(sum(shape[:5]), (count, groups), length, size, dtype, batch=batch, keys=keys, device=DEVICE)
 
 
 def step(f, tensors: list[Tensor], d_out: Tensor) -> list[Tensor]:
@@ -60,7 +46,7 @@ def step(f, tensors: list[Tensor], d_out: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_next_to_float64(shape, dtype):
     """As near as PyTorch's own attention, within half a unit."""
-    window, given = shape[5], heads(shape, dtype)
+    window, given = shape[5], here(shape, dtype)
     d_out = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     wide = [t.detach().double().requires_grad_() for t in given]
     wanted = step(lambda *t: exact(*t, True, window), wide, d_out.to(dtype))
@@ -72,7 +58,7 @@ def test_next_to_float64(shape, dtype):
 
 
 def test_all_keys_and_more_of_them():
-    given = heads((2, 300, 4, 2, 64, 0), torch.bfloat16, keys=500)
+    given = here((2, 300, 4, 2, 64, 0), torch.bfloat16, keys=500)
     d_out = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     wide = [t.detach().double().requires_grad_() for t in given]
     wanted = step(lambda *t: exact(*t, False, None), wide, d_out)
@@ -81,7 +67,7 @@ def test_all_keys_and_more_of_them():
 
 
 def test_the_same_bits_where_pytorch_is_deterministic():
-    given = heads(SHAPES[0], torch.bfloat16)
+    given = here(SHAPES[0], torch.bfloat16)
     d_out = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:

@@ -170,8 +170,8 @@ def _requirement(name: str) -> tuple[str, str]:
     try:
         lines = metadata.requires("codetta") or []
     except metadata.PackageNotFoundError:  # a source tree
-        asked = [*((p, "hopper") for p in PINS), (FLASH, "flash")]
-        lines = [f"{p.name}{p.versions}; extra == '{extra}'" for p, extra in asked]
+        pins = [*((p, "hopper") for p in PINS), (FLASH, "flash")]
+        lines = [f"{p.name}{p.versions}; extra == '{extra}'" for p, extra in pins]
     found = [(versions, extra) for asked, versions, extra in map(_parsed, lines) if asked == name]
     users = [f for f in found if f[1] != "dev"] or found
     return next((f for f in users if f[0]), users[0] if users else ("", ""))

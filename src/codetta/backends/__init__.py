@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from codetta.backends.base import Backend, HeadRows
@@ -27,6 +28,11 @@ def get_backend(name: str) -> Backend:
         raise SettingsError(f"no backend {name!r}", hint=f"there are: {', '.join(sorted(BACKENDS))}")
     backend: Backend = importlib.import_module(BACKENDS[name]).Executable
     return backend
+
+
+def backend_on(device: torch.device) -> str:
+    """The name of the backend for what is not captured: kernels where they run on that device."""
+    return "hopper" if device.type == "cuda" and why_not(device) is None else "reference"
 
 
 def head_rows(name: str) -> HeadRows:

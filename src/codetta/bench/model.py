@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from codetta.bench.kernels import Settings
-from codetta.bench.model_cases import EAGER, NEVER, SDPA, Case, case_named, contenders_named
+from codetta.bench.model_cases import EAGER, Case, case_named, contenders_named
 from codetta.bench.model_rows import ModelReport, ModelRow, rows_of
 from codetta.bench.model_run import FORWARD_BACKWARD, FULL, Asked, Found
 from codetta.bench.report import OURS
@@ -43,7 +43,7 @@ class Chosen:
 
     def options_of(self, contender: str) -> dict[str, Any]:
         """Those that a contender gets: ours alone."""
-        return self.options if contender in (OURS, NEVER, SDPA) else {}
+        return self.options if contender.startswith(OURS) else {}
 
     def name_of(self, contender: str) -> str:
         """A contender, with the options that it got."""

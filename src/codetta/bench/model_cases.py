@@ -114,12 +114,9 @@ def _causal(model: nn.Module, options: Mapping[str, Any]) -> Call:
     """transformers builds no mask for an attention function that it does not know, so that SDPA takes its causal path
     under tracing, too. It is the same function under another name."""
     transformers()  # says what to install
-    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register("causal_by_hand", sdpa_attention_forward)
-    model.set_attn_implementation("causal_by_hand")  # type: ignore[operator]
-    return torch.compile(model)
+    return _with_attention(model, "causal_by_hand", sdpa_attention_forward)
 
 
 def _flash(model: nn.Module, options: Mapping[str, Any]) -> Call:
@@ -127,11 +124,13 @@ def _flash(model: nn.Module, options: Mapping[str, Any]) -> Call:
     reason = why_not_flash() if next(model.parameters()).is_cuda else None
     if reason is not None:
         raise UnsupportedError("there is no FlashAttention here", hint=reason)
-    transformers()
-    from transformers import AttentionInterface
+    return _with_attention(model, "fused_by_hand", _flash_forward)  # a "flash" in its name means a package to it
 
-    AttentionInterface.register("fused_by_hand", _flash_forward)
-    model.set_attn_implementation("fused_by_hand")  # type: ignore[operator]
+
+def _with_attention(model: nn.Module, name: str, attention: Callable[..., Any]) -> Call:
+    """Compiled, with an attention function of that name."""
+    transformers().AttentionInterface.register(name, attention)
+    model.set_attn_implementation(name)  # type: ignore[operator]
     return torch.compile(model)
 
 

@@ -48,7 +48,7 @@ def translate(scope: Scope) -> Meaning:
     rule = TABLE.get(node.target)
     if rule is None or not isinstance(node.target, OpOverload):
         raise UnsupportedError(reason_for(node.target))
-    values = _arguments(node, node.target)
+    values = arguments(node, node.target)
     count, takes_rest = _ARITY[rule]
     for name, value, default in () if takes_rest else values[count:]:
         if value != default:
@@ -56,7 +56,7 @@ def translate(scope: Scope) -> Meaning:
     return rule(scope, *(value for _, value, _ in (values if takes_rest else values[:count])))
 
 
-def _arguments(node: fx.Node, target: OpOverload) -> list[tuple[str, Any, Any]]:
+def arguments(node: fx.Node, target: OpOverload) -> list[tuple[str, Any, Any]]:
     """Each argument of the operator's schema: its name, what was given, and its default."""
     found: list[tuple[str, Any, Any]] = []
     for i, argument in enumerate(target._schema.arguments):

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import GraphModule
 
+from codetta.capture.aten import arguments
 from codetta.capture.cacheable import cacheable
 from codetta.capture.loss_head import CASTS, head_loss
 from codetta.capture.normalise import is_parameter
@@ -34,12 +35,16 @@ def take_embeddings(spliced: GraphModule) -> int:
 
 
 def _suits(node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    weight, _, _, scaled, sparse = node.args + (-1, False, False)[len(node.args) - 2 :]
+    weight, _, _, scaled, sparse = _given(node)
     if not isinstance(weight, fx.Node) or weight.op != "placeholder" or not is_parameter(weight):
         return False
-    others = [u for u in weight.users if u is not node]
     plain = not scaled and not sparse and weight.meta["val"].requires_grad
-    return plain and all(_is_ours(u) and order[u] > order[node] for u in others)
+    return plain and all(_is_ours(u) and order[u] > order[node] for u in weight.users if u is not node)
+
+
+def _given(node: fx.Node) -> tuple[Any, ...]:
+    """Weight, ids, the padding's id, and whether the gradient is scaled or sparse."""
+    return tuple(value for _, value, _ in arguments(node, EMBEDDING))
 
 
 def _is_ours(user: fx.Node) -> bool:
@@ -51,16 +56,13 @@ def _is_ours(user: fx.Node) -> bool:
 
 
 def _take(graph: fx.Graph, node: fx.Node) -> None:
-    weight, ids, *rest = node.args
-    others = [u for u in weight.users if u is not node]  # type: ignore[union-attr]
-    padding: Any = rest[0] if rest else -1
+    weight, ids, padding, *_ = _given(node)
     with graph.inserting_before(node):
         call = graph.call_function(embedding_and_weight, (weight, ids, padding))
         call.meta = cacheable()
         rows, again = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
-    values = node.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
+    values = node.meta["val"], weight.meta["val"]
     call.meta["val"], rows.meta["val"], again.meta["val"] = values, *values
-    for user in others:
-        user.replace_input_with(weight, again)  # type: ignore[arg-type]
+    weight.replace_all_uses_with(again, lambda user: user not in (node, call))
     node.replace_all_uses_with(rows)
     graph.erase_node(node)

@@ -210,9 +210,10 @@ def _why_not(node: Node, mask: Node, proven: Facts) -> str | None:
 def _in_blocks(node: Node, mask: Node, reason: str, proofs: _Proofs) -> str:
     """Make a call one of ``block_attention`` if it can be; what was done, or beside ``reason`` why it was not."""
     facts, plain = proofs.facts[mask], _unrepeated(node)
+    grouped = ", enable_gqa=True" * (plain is not None)
     heads: Any = (node.args[0], *(plain or node.args[1:3]))
     if proofs.flash and not facts.documents and _flash_instead(node, heads, facts.causal, facts.window) is None:
-        return "now FlashAttention" + ", enable_gqa=True" * (plain is not None)
+        return f"now FlashAttention{grouped}"
     given: Any = heads, facts.documents
     live, tables = map_arg(given, lambda n: n.meta["val"])
     dropout, scale = _argument(node, 4, "dropout_p", 0.0), node.kwargs.get("scale")
@@ -225,7 +226,7 @@ def _in_blocks(node: Node, mask: Node, reason: str, proofs: _Proofs) -> str:
         args = heads, proofs.lists[mask], facts.documents, facts.window, scale, order
         if _call_instead(node, block_attention, args, {}) is None:
             node.meta.update(cacheable())
-            return "now block attention (flex)" + ", enable_gqa=True" * (plain is not None)
+            return f"now block attention (flex){grouped}"
     return f"left alone: {reason}, and block attention would lay out its result differently"
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codetta.backends import add_rows
-from codetta.backends.hopper.support import why_not
+from codetta.backends import add_rows, backend_on
 
 LIBRARY = torch.library.Library("codetta", "FRAGMENT")
 LIBRARY.define("add_rows_(Tensor(a!) into, Tensor ids, Tensor rows, int padding) -> ()")
@@ -50,9 +49,9 @@ class _Embedding(torch.autograd.Function):
 
 
 def _add_rows(into: Tensor, ids: Tensor, rows: Tensor, padding: int) -> None:
-    on_gpu = into.is_cuda and into.is_contiguous() and into.dtype != torch.float64 and why_not(into.device) is None
+    fits = into.is_contiguous() and into.dtype != torch.float64
     with torch.no_grad():
-        add_rows("hopper" if on_gpu else "reference")(into, ids, rows.contiguous(), padding)
+        add_rows(backend_on(into.device) if fits else "reference")(into, ids, rows.contiguous(), padding)
 
 
 LIBRARY.impl("add_rows_", _add_rows, "CompositeExplicitAutograd")

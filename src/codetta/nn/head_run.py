@@ -10,10 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from codetta.backends import get_backend
+from codetta.backends import backend_on, get_backend
 from codetta.backends.base import NEW, Runnable
 from codetta.backends.hopper.rounding import once
-from codetta.backends.hopper.support import why_not
 from codetta.backends.reference.evaluate import DTYPE_OF
 from codetta.core.types import compute_dtype
 from codetta.nn.head_gemms import InputGradient, weight_gradient
@@ -113,8 +112,7 @@ class Call:
     @property
     def backend(self) -> str:
         """Who computes it."""
-        on_gpu = self.x.device.type == "cuda" and why_not(self.x.device) is None
-        return "hopper" if on_gpu else "reference"
+        return backend_on(self.x.device)
 
     @property
     def sizes(self) -> Sizes:

@@ -6,7 +6,6 @@ are; tensors on the CPU run in Triton's interpreter, which is for tests."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -53,12 +52,6 @@ def add_run(  # noqa: PLR0913, PLR0917 - a kernel's arguments
         tl.store(out, (before + total).to(into.dtype.element_ty), mask=inside)
 
 
-@cache
-def kernel(interpreted: bool) -> Any:
-    """The kernel, for the GPU or for Triton's interpreter."""
-    return bound_kernel(add_run, interpreted, ())
-
-
 def add_rows(into: Tensor, ids: Tensor, rows: Tensor, padding: int) -> None:
     """``reference.embedding.add_rows``."""
     count, features = rows.shape
@@ -66,5 +59,5 @@ def add_rows(into: Tensor, ids: Tensor, rows: Tensor, padding: int) -> None:
         with on_device(into.device):
             found, order = torch.sort(ids.to(torch.int32), stable=True)
             grid = count, -(-features // BLOCK)
-            run = kernel(into.device.type == "cpu")
+            run = bound_kernel(add_run, into.device.type == "cpu")
             run[grid](into, found, order, rows, count, features, padding, ROWS=ROWS, BLOCK=BLOCK, **OPTIONS)

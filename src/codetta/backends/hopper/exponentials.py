@@ -7,7 +7,6 @@ and are not checked. Tensors on the CPU run in Triton's interpreter, which is fo
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -239,7 +238,6 @@ CALLED = (_logits, _overflowed, _any, _width, _joined)
 KERNELS = {fn.__name__: fn for fn in (near_target, measure_rows, rewrite_rows, settle_rows, scale_row)}
 
 
-@cache
 def kernel(name: str, interpreted: bool) -> Any:
     """One of these kernels, for the GPU or for Triton's interpreter."""
     return bound_kernel(KERNELS[name], interpreted, CALLED)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from codetta.backends.hopper.rows.emit import known, split_of
 from codetta.backends.hopper.rows.index import Digits, digits, identity, moved, part_in_whole, sizes_of, whole_in_part
+from codetta.backends.hopper.rows.launches import by_group
 from codetta.backends.hopper.rows.maps import MAPS
 from codetta.core.node import Node, postorder
 from codetta.core.types import Kind
@@ -137,7 +138,7 @@ def _group_width(n: Node, lanes: Lanes) -> int:
     without one."""
     extent, reached = lanes[0].extent, _reached(n, lanes)
     for m in postorder([n]):
-        if m in reached and m.op is ops.REDUCE and m.attrs[1] is Kind.GROUPVEC:
+        if m in reached and by_group(m):
             groups = known(m.type.cols)
             if extent % groups == 0 and 1 < extent // groups <= WIDEST_GROUP:
                 return extent // groups
@@ -167,7 +168,7 @@ def _reached(n: Node, lanes: Lanes) -> set[Node]:
 def _grouped_source(n: Node) -> int | None:
     """The columns whose groups a GroupVec is made of, where it is made of a reduction inside groups."""
     for m in postorder([n]):
-        if m.op is ops.REDUCE and m.attrs[1] is Kind.GROUPVEC and m.type.cols == n.type.cols:
+        if by_group(m) and m.type.cols == n.type.cols:
             cols = known(m.args[0].type.cols)
             return cols if 1 < cols // known(m.type.cols) <= WIDEST_GROUP else None
     return None

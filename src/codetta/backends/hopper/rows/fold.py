@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from codetta.backends.hopper.rows.emit import Emitter, known, masked
 from codetta.backends.hopper.rows.index import Digits, digits
+from codetta.backends.hopper.rows.launches import by_group
 from codetta.backends.hopper.rows.maps import TRITON
 from codetta.backends.hopper.rows.scope import ONE, Col, Row, Scope, Shape, Value, at, both, column, joint
 from codetta.core.node import Node
@@ -211,7 +212,7 @@ def reduce(e: Emitter, n: Node, row: Row | None, col: Col | None) -> Value:
 
 def _group_at(n: Node, col: Col | None) -> Digits | None:
     """The columns of group 0, were the group known to the loop as one number for the whole block."""
-    if n.op is not ops.REDUCE or n.attrs[1] is not Kind.GROUPVEC or col is None or not col.base.width:
+    if not by_group(n) or col is None or not col.base.width:
         return None
     d, inside = col.digits, known(n.args[0].type.cols) // known(n.type.cols)
     one_group = d.width == col.base.width and d.inner == 0 and d.extent == col.base.extent

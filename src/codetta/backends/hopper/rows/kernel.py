@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from codetta.backends.hopper.rows.emit import known
 from codetta.backends.hopper.rows.fold import PARTS_OF_COLUMN
-from codetta.backends.hopper.rows.launches import WHOLE_ROW, Launch, Output, in_blocks
+from codetta.backends.hopper.rows.launches import WHOLE_ROW, Launch, Output, by_group, in_blocks
 from codetta.core.node import Node, postorder
 from codetta.core.types import Dim, Kind
 from codetta.ir import ops
@@ -60,22 +60,19 @@ def pow2(n: int) -> int:
 
 @dataclass(slots=True)
 class Form:
-    """How a launch runs over its rows and columns: in blocks of ``block`` rows and at most ``widest`` columns."""
+    """How a launch runs over its rows and columns: in blocks of ``block`` rows and at most ``widest`` columns, or of
+    whole groups of columns."""
 
     in_runs: bool
     by_chunks: bool
     widest: int
     block: int
     width: int
+    grouped: bool = False
 
     def step(self, extent: int) -> int:
         """The columns of a block."""
         return min(pow2(extent), self.widest)
-
-
-def by_group(n: Node) -> bool:
-    """A reduction inside groups of columns."""
-    return n.op is ops.REDUCE and n.attrs[1] is Kind.GROUPVEC
 
 
 def form_of(launch: Launch, sinks: Sequence[Sink], parts: Mapping[Node, Node]) -> Form:
@@ -101,4 +98,4 @@ def form_of(launch: Launch, sinks: Sequence[Sink], parts: Mapping[Node, Node]) -
         widest = min(widest, max(pow2(max(inside)), 128))
     width = min(max((pow2(known(s.type.cols)) for s in sources), default=0), widest)
     block = 0 if not width or any(n.type.rows is not None for n in parts) else max(1, 2048 // width)
-    return Form(in_runs, by_chunks, widest, block, width)
+    return Form(in_runs, by_chunks, widest, block, width, bool(inside))

@@ -47,6 +47,11 @@ def is_row_reduction(n: Node) -> bool:
     return n.op is ops.LSE or (n.op is ops.REDUCE and n.attrs[1] is Kind.COLVEC)
 
 
+def by_group(n: Node) -> bool:
+    """A reduction inside groups of columns."""
+    return n.op is ops.REDUCE and n.attrs[1] is Kind.GROUPVEC
+
+
 def launches(program: Program, partial: Mapping[str, Node]) -> tuple[list[Launch], dict[Node, Node]]:
     """The launches in order, and for each parameter (the temporaries between launches too) that comes in parts the
     reduction that made it."""
@@ -96,8 +101,8 @@ def _all_below(n: Node) -> list[Node]:
 def _fits_whole_rows(wanted: list[Output]) -> bool:
     """Whether rows are short enough to be held whole, all of them; groups are looked at one after the other."""
     every = postorder(o.value for o in wanted)
-    by_group = any(m.op is ops.REDUCE and m.attrs[1] is Kind.GROUPVEC for m in every)
-    return not by_group and all(known(m.type.cols) <= WHOLE_ROW for m in every if m.type.kind is Kind.TILE)
+    short = all(known(m.type.cols) <= WHOLE_ROW for m in every if m.type.kind is Kind.TILE)
+    return short and not any(map(by_group, every))
 
 
 def _key_of_source(n: Node) -> Dim | str:
@@ -137,9 +142,9 @@ def in_blocks(outputs: Sequence[Output]) -> bool:
     """Whether each block of rows stores its part of all sums over rows: beside values that are computed group by group,
     where to read everything again would cost more than the parts."""
     sums = [o for o in outputs if is_global(o.value)]
-    by_group = any(m.op is ops.REDUCE and m.attrs[1] is Kind.GROUPVEC for m in postorder(o.value for o in outputs))
+    grouped = any(map(by_group, postorder(o.value for o in outputs)))
     apart = any(o.value.type.rows is not None for o in outputs)
-    return by_group and apart and bool(sums) and all(o.in_parts and o.value.type.kind is Kind.ROWVEC for o in sums)
+    return grouped and apart and bool(sums) and all(o.in_parts and o.value.type.kind is Kind.ROWVEC for o in sums)
 
 
 def _separated(rows: Dim | None, outputs: list[Output]) -> list[Launch]:

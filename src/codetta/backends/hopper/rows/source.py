@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
 from types import FunctionType
 from typing import Any
@@ -35,7 +36,8 @@ def _names(wrap: Wrap) -> dict[str, Any]:
     return _bind({"tl": tl, "add": tl.standard._sum_combine, "__name__": __name__}, FUNCTIONS, wrap)
 
 
-def bound_kernel(fn: Any, interpreted: bool, called: Sequence[Any] = ()) -> Any:
+@cache
+def bound_kernel(fn: Any, interpreted: bool, called: tuple[Any, ...] = ()) -> Any:
     """A kernel that is written by hand, with the functions that it calls, as those of generated text are bound."""
     names, wrap = (ON_CPU, _interpreted) if interpreted else (ON_GPU, triton.jit)
     return _bind(dict(names), (*called, fn), wrap)[fn.__name__]

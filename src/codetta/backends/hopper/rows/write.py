@@ -21,7 +21,7 @@ from codetta.backends.hopper.rows.fold import (
     start,
 )
 from codetta.backends.hopper.rows.index import Digits
-from codetta.backends.hopper.rows.kernel import Argument, Kernel, Sink, by_group, form_of
+from codetta.backends.hopper.rows.kernel import Argument, Kernel, Sink, form_of
 from codetta.backends.hopper.rows.launches import Launch, Output, is_global, is_row_reduction
 from codetta.backends.hopper.rows.scope import Row, Scope, at
 from codetta.core.node import Node, postorder
@@ -47,9 +47,8 @@ def write(launch: Launch, name: str, parts: Mapping[Node, Node]) -> Kernel:
     head = f"def {name}({', '.join([*(a.name for a in arguments), *constants])}):"
     text = "\n".join([head, *(f"    {line}" for line in body.e.top.lines)]) + "\n"
     elements = 2048 if not form.block else form.block * form.width
-    grouped = any(by_group(n) for s in sinks for n in postorder([s.source]))
     # of a group that is rotated in halves, a block has half: 16 bytes a thread for those too
-    warps = max(1, min(8 if elements < 8192 else 16, elements // (512 if grouped else 256)))
+    warps = max(1, min(8 if elements < 8192 else 16, elements // (512 if form.grouped else 256)))
     return Kernel(name, text, tuple(arguments), launch.rows, writer.chunks, form.block, warps, form.width, form.in_runs)
 
 
