@@ -52,18 +52,18 @@ def batch(*shape: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_llama(dtype: torch.dtype):
     """Loss, logits and all gradients clear the bar, next to eager, against the captured graph in float64."""
-    whole_model_agrees(llama(dtype), batch(2, 150), seeds=5)
+    whole_model_agrees(llama(dtype), batch(2, 150))
 
 
 def test_tied_llama():
     """C32: one weight is embedding and head."""
-    whole_model_agrees(llama(layers=1, tie_word_embeddings=True), batch(2, 75), seeds=5)
+    whole_model_agrees(llama(layers=1, tie_word_embeddings=True), batch(2, 75))
 
 
 def test_packed_positions():
     """C18: position ids that are not monotonic, each sequence its own."""
     positions = torch.stack([torch.arange(75) % 31, torch.arange(75).flip(0) % 17]).to(DEVICE)
-    whole_model_agrees(llama(layers=1), {**batch(2, 75), "position_ids": positions}, seeds=5)
+    whole_model_agrees(llama(layers=1), {**batch(2, 75), "position_ids": positions})
 
 
 class Autocast(nn.Module):
