@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from codetta.audit.models import Subject
-from codetta.audit.verify import check
+from codetta.audit.verify import SEEDS, check
 from codetta.capture.backend import CapturedGraph, recording
 from codetta.core.types import Type
 from codetta.partition.plan import Plan, Step
 from codetta.testing import Bar, Errors, pooled, relative_error
 
 Draw = Callable[[torch.Generator], Sequence[Tensor]]
-SEEDS = 5
 DEVICE = "cpu"  # the tests of kernels set it: modules and what is drawn for them are then moved there
 
 # In float32 what differs is the order in which a GEMM sums, which changes with the number of threads and the shapes of
@@ -121,7 +120,9 @@ def llama(layers: int = 2, dtype: torch.dtype = torch.float32, **changes: object
 
 
 def whole_model_agrees(model: nn.Module, batch: Mapping[str, object], seeds: int = SEEDS, **options: object) -> None:
-    """Compare a model of somebody else's with its captured graph in float64 and with eager."""
+    """Compare a model of somebody else's with its captured graph in float64 and with eager.
+
+    A loss is one number a seed, and the bar for it is made for as many seeds as are taken by default."""
     torch._dynamo.reset()
     bar = BARS.get(next(model.parameters()).dtype, Bar())
     there = {name: placed(x) if isinstance(x, Tensor) else x for name, x in batch.items()}

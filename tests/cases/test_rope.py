@@ -216,5 +216,4 @@ def test_packed_positions_in_a_whole_model(dtype):
     model = llama(dtype=dtype)
     ids = torch.randint(0, 128, (2, 10), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([PACKED, PACKED[::-1]])
-    # a loss is one number a seed, and the bar for it is made for five of them
     whole_model_agrees(model, {"input_ids": ids, "labels": ids, "position_ids": positions})

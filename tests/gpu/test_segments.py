@@ -15,6 +15,7 @@ from torch.nn import functional
 import drive
 import mirror
 from cases.test_random import RandomModule
+from codetta.audit.verify import SEEDS
 from codetta.backends.reference.evaluate import TORCH
 from codetta.core.types import DType, bf16, f16, f32, rowvec, tile
 from codetta.ir.build import add, cast, input_, matmul
@@ -29,7 +30,6 @@ from ways import BARS, agree
 SIZES = Sizes(
     d=264, ffn=696, heads=4, kv_heads=2, inside=64
 )  # those of test_programs, so that kernels are compiled once
-SEEDS = 5
 
 
 # --- a Llama's segment, plainly ---------------------------------------------------------------------------------------
